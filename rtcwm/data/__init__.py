@@ -1,0 +1,1 @@
+"""Clips on disk, the embedded world and its codec."""

@@ -1,0 +1,1 @@
+"""DeepSpeed engines, ranks, activation memory and checkpoints. Knows nothing of losses."""

@@ -1,0 +1,1 @@
+"""The programs that users start, and what they share: data sets, settings, records."""
