@@ -1,0 +1,99 @@
+"""The frozen base under ZeRO-3, without an optimizer, on which every adapter runs.
+
+DeepSpeed's hooks gather a block's weights before its use, in forward, recompute and backward, and release them after.
+The ranks that share one copy form a shard group: 1 rank (no gathers at all), a part of a node, or a node. Blocks are
+called as submodules, so DeepSpeed's trace of whole forwards stays asleep; with many different passes it would only
+invalidate itself.
+"""
+
+import hashlib
+import logging
+
+import deepspeed
+import torch
+from deepspeed import comm
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import nn
+
+from rtcwm.engine.activations import Activations
+from rtcwm.engine.settings import BaseSettings
+from rtcwm.engine.world import World
+from rtcwm.errors import UserError
+from rtcwm.model.loading import BaseSource, build_base
+from rtcwm.model.lora import inject
+
+logging.getLogger("diffusers").setLevel(logging.ERROR)
+
+
+class BaseEngine:
+    """The partitioned base: its model, the slot of its adapters and the policy of its activations.
+
+    Attributes:
+        model: `MiniMaxH3Transformer3DModel`; call its submodules, never its forward.
+        slot: what the adapter hooks read.
+        activations: runs blocks, see `Activations`.
+        shard_group: ranks that share one copy.
+    """
+
+    def __init__(self, world: World, source: BaseSource, settings: BaseSettings):
+        self.world = world
+        self.source = source
+        self.shard_group = shard_group_size(world, settings)
+        if settings.activations.policy == "none" and self.shard_group > 1:
+            raise UserError(
+                "activation_checkpointing.policy 'none' needs shard_group 1: blocks that are not recomputed keep their "
+                f"gathered weights until the backward pass, and here {self.shard_group} ranks share the base"
+            )
+        group, reads = self._make_groups()
+        config = settings.deepspeed
+
+        def partition(unit: nn.Module) -> None:
+            deepspeed.zero.Init(module=unit, data_parallel_group=group, config_dict_or_path=config)
+
+        dtype = torch.float32 if world.device.type == "cpu" else torch.bfloat16
+        self.model = build_base(source, world.device, dtype, reads=reads, place=partition)
+        self.engine = deepspeed.initialize(model=self.model, config=config)[0]
+        self.slot = inject(self.model)
+        self.activations = Activations(settings.activations, self.slot)
+
+    def _make_groups(self) -> tuple[object, bool]:
+        """The process group of this rank's shard group, and whether this rank is its first."""
+        mine = None
+        for first in range(0, self.world.size, self.shard_group):
+            # Every rank makes every group, in the same order: making one is a collective.
+            group = comm.new_group(list(range(first, first + self.shard_group)))
+            if first <= self.world.rank < first + self.shard_group:
+                mine = group
+        return mine, self.world.rank % self.shard_group == 0
+
+    def finish_backward(self) -> None:
+        """To be called after every backward pass: releases weights whose own hook did not fire."""
+        self.engine.optimizer.release_backward_leftovers()
+
+    def gathered(self) -> int:
+        """Numbers of the partitioned base that are whole on this rank at this moment; 0 between passes."""
+        return sum(p.ds_numel for p in self.model.parameters() if p.ds_status != ZeroParamStatus.NOT_AVAILABLE)
+
+    def digest(self) -> str:
+        """Hash of every weight, gathered one by one; a collective, equal on all ranks. Proves that a base is frozen."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, parameter in self.model.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter]):
+                digest.update(name.encode())
+                digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def shard_group_size(world: World, settings: BaseSettings) -> int:
+    """The size of a shard group; 0 in the settings stands for all ranks of a node.
+
+    Raises:
+        UserError: it does not divide the ranks of a node, so that some group would cross nodes or be smaller.
+    """
+    size = settings.shard_group or world.local_size
+    if world.size % size or world.local_size % size:
+        raise UserError(
+            f"shard_group {size} does not divide the {world.local_size} ranks of a node ({world.size} in all); "
+            f"set it in --base-config to a divisor of {world.local_size}, or to 0 for all ranks of a node"
+        )
+    return size

@@ -1,0 +1,201 @@
+"""The two DeepSpeed JSON files, read strictly.
+
+DeepSpeed accepts any top-level key and applies some sections nowhere, so a misspelt key or a section that does not
+work with this design trains something else than was asked for, silently. Each file is therefore held against the keys
+that have an effect here; all others are refused by name.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from pydantic import ValidationError
+
+from rtcwm.errors import UserError
+
+POLICIES = ("recompute", "none")
+
+COMMON_KEYS = {
+    "train_micro_batch_size_per_gpu", "zero_optimization", "steps_per_print", "wall_clock_breakdown",
+    "memory_breakdown", "comms_logger", "communication_data_type", "prescale_gradients", "dump_state",
+}  # fmt: skip
+BASE_KEYS = COMMON_KEYS | {"activation_checkpointing", "shard_group"}
+ADAPTER_KEYS = COMMON_KEYS | {
+    "gradient_accumulation_steps", "gradient_clipping", "optimizer", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer", "tensorboard", "wandb", "csv_monitor",
+}  # fmt: skip
+REFUSED = {
+    "bf16": "the base's dtype follows the device (bf16 with its fp32 layers on GPUs, fp32 on the CPU)",
+    "fp16": "the base is bf16 on GPUs, fp32 on the CPU",
+    "torch_autocast": "it would cast the base's fp32 layers",
+    "scheduler": "the schedule comes from --lr, --lr-min and --warmup",
+    "train_batch_size": "it follows from the number of ranks and gradient_accumulation_steps",
+}
+ACTIVATION_KEYS = {"cpu_checkpointing", "policy", "pin_memory"}
+ACTIVATION_REFUSED = (
+    "partition_activations", "contiguous_memory_optimization", "number_checkpoints",
+    "synchronize_checkpoint_boundary", "profile",
+)  # fmt: skip
+OPTIMIZER_PARAMS = {"betas", "eps", "weight_decay", "torch_adam", "adam_w_mode"}
+
+
+@dataclass(frozen=True)
+class ActivationSettings:
+    """The ``activation_checkpointing`` section, which rtcwm applies itself (DeepSpeed parses it and applies nothing).
+
+    Attributes:
+        policy: "recompute" every block in the backward pass, or "none" (keep all activations; unpartitioned base only).
+        cpu_checkpointing: keep block inputs in host memory between forward and backward.
+        pin_memory: page-locked host memory for them, on GPUs.
+    """
+
+    policy: str = "recompute"
+    cpu_checkpointing: bool = False
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class BaseSettings:
+    """A base engine's file.
+
+    Attributes:
+        deepspeed: what DeepSpeed gets.
+        shard_group: ranks that share one copy of the base; 0 means all ranks of a node, 1 one copy a rank.
+    """
+
+    deepspeed: dict
+    shard_group: int
+    activations: ActivationSettings
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """An adapter engine's file: what DeepSpeed gets, but for the learning rate."""
+
+    deepspeed: dict
+    accumulation: int
+    clipping: float
+
+
+def read_base_settings(path: Path) -> BaseSettings:
+    """Reads and checks a base engine's JSON; raises `UserError` naming the file and the key."""
+    config = _read(path, BASE_KEYS)
+    zero = config.setdefault("zero_optimization", {})
+    if zero.setdefault("stage", 3) != 3:
+        raise UserError(f"{path}: zero_optimization.stage is {zero['stage']}; the frozen base is partitioned by stage 3")
+    # One block is one fetch, nothing stays gathered between uses, and linear layers stay torch's own.
+    block = "diffusers.models.transformers.transformer_minimax_h3.MiniMaxH3TransformerBlock"
+    zero |= {"stage3_param_persistence_threshold": 0, "memory_efficient_linear": False} | zero
+    zero.setdefault("leaf_module", {"classes": [block]})
+    if zero["memory_efficient_linear"] or zero["stage3_param_persistence_threshold"] != 0:
+        raise UserError(
+            f"{path}: memory_efficient_linear has to be false and stage3_param_persistence_threshold 0: "
+            "the adapter's hooks read the layers' inputs, and every block is released after its use"
+        )
+    for key in ("offload_optimizer", "zero_hpz_partition_size", "mics_shard_size"):
+        if zero.get(key):
+            raise UserError(f"{path}: zero_optimization.{key} has no effect on a base without optimizer; remove it"
+                            + (" and set shard_group" if key != "offload_optimizer" else ""))
+    _check_zero(path, zero)
+    group = config.pop("shard_group", 0)
+    if not isinstance(group, int) or isinstance(group, bool) or group < 0:
+        raise UserError(f"{path}: shard_group is {group!r}, expected a number of ranks (0: all ranks of a node)")
+    return BaseSettings(config, group, _activations(path, config.pop("activation_checkpointing", {})))
+
+
+def read_adapter_settings(path: Path) -> AdapterSettings:
+    """Reads and checks an adapter engine's JSON; raises `UserError` naming the file and the key."""
+    config = _read(path, ADAPTER_KEYS)
+    zero = config.setdefault("zero_optimization", {})
+    if zero.setdefault("stage", 1) not in (1, 2):
+        raise UserError(
+            f"{path}: zero_optimization.stage is {zero['stage']}; adapter engines use stage 1 or 2, since the hooks of "
+            "the base read whole adapter weights"
+        )
+    _check_zero(path, zero)
+    optimizer = config.setdefault("optimizer", {"type": "AdamW", "params": {}})
+    if set(optimizer) - {"type", "params"} or optimizer.get("type") != "AdamW":
+        raise UserError(f"{path}: optimizer is {optimizer}, expected {{'type': 'AdamW', 'params': {{...}}}}")
+    params = optimizer.setdefault("params", {})
+    if unknown := sorted(set(params) - OPTIMIZER_PARAMS):
+        reason = " (the learning rate comes from the command line)" if "lr" in unknown else ""
+        raise UserError(f"{path}: unknown optimizer params {unknown}{reason}; known: {sorted(OPTIMIZER_PARAMS)}")
+    betas = params.get("betas", [0.9, 0.999])
+    if not isinstance(betas, list) or len(betas) != 2 or not all(_number(beta) and 0 <= beta < 1 for beta in betas):
+        raise UserError(f"{path}: optimizer betas are {betas}, expected two numbers in [0, 1)")
+    # torch refuses an integer beta, and FusedAdam would be compiled without torch_adam.
+    optimizer["params"] = {"torch_adam": True} | params | {"betas": [float(beta) for beta in betas]}
+    accumulation = config.setdefault("gradient_accumulation_steps", 1)
+    if not isinstance(accumulation, int) or isinstance(accumulation, bool) or accumulation < 1:
+        raise UserError(f"{path}: gradient_accumulation_steps is {accumulation!r}, expected a whole number from 1")
+    clipping = config.setdefault("gradient_clipping", 1.0)
+    if not _number(clipping) or clipping < 0:
+        raise UserError(f"{path}: gradient_clipping is {clipping!r}, expected a norm, or 0 for none")
+    return AdapterSettings(config, accumulation, float(clipping))
+
+
+def shipped_config(name: str) -> Path:
+    """The file ``ds_configs/<name>.json`` of the repository, or of the installed package."""
+    package = Path(__file__).parents[1]
+    installed = package / "ds_configs" / f"{name}.json"
+    return installed if installed.is_file() else package.parent / "ds_configs" / f"{name}.json"
+
+
+def default_base_config(device: torch.device) -> Path:
+    """The base engine's file for a device, where the user names none."""
+    return shipped_config("base_cpu" if device.type == "cpu" else "base_1x141gb")
+
+
+def _read(path: Path, known: set[str]) -> dict:
+    if not path.is_file():
+        raise UserError(f"no DeepSpeed config at {path}")
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds a {type(config).__name__}, expected an object")
+    for key in config:
+        if key in REFUSED:
+            raise UserError(f"{path}: '{key}' is not used here: {REFUSED[key]}; remove it")
+        if key not in known:
+            raise UserError(f"{path}: unknown key '{key}'; known: {sorted(known)}")
+    if config.setdefault("train_micro_batch_size_per_gpu", 1) != 1:
+        raise UserError(f"{path}: train_micro_batch_size_per_gpu has to be 1 (one span a rank); accumulate instead")
+    return config
+
+
+def _check_zero(path: Path, zero: dict) -> None:
+    """DeepSpeed's own validation of the section, with the file's name in front."""
+    try:
+        DeepSpeedZeroConfig(**zero)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"{path}: zero_optimization.{key}: {first['msg']}") from error
+
+
+def _activations(path: Path, section: dict) -> ActivationSettings:
+    for key in ACTIVATION_REFUSED:
+        if section.pop(key, False):
+            raise UserError(
+                f"{path}: activation_checkpointing.{key} is not applied by rtcwm; remove it. "
+                f"What is applied: {sorted(ACTIVATION_KEYS)}"
+            )
+    if unknown := sorted(set(section) - ACTIVATION_KEYS):
+        raise UserError(f"{path}: unknown keys {unknown} in activation_checkpointing; known: {sorted(ACTIVATION_KEYS)}")
+    for key in ("cpu_checkpointing", "pin_memory"):
+        if not isinstance(section.get(key, True), bool):
+            raise UserError(f"{path}: activation_checkpointing.{key} is {section[key]!r}, expected true or false")
+    settings = ActivationSettings(**section)
+    if settings.policy not in POLICIES:
+        raise UserError(f"{path}: activation_checkpointing.policy is {settings.policy!r}, expected one of {POLICIES}")
+    if settings.policy == "none" and settings.cpu_checkpointing:
+        raise UserError(f"{path}: cpu_checkpointing keeps inputs of recomputed blocks; policy 'none' recomputes none")
+    return settings
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
