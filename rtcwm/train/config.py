@@ -1,0 +1,112 @@
+"""Settings of the programs: one frozen dataclass a program, read from the command line and from ``--config FILE``.
+
+jsonargparse does the typing, refuses unknown flags and keys, and prints the resolved settings (``--print_config``).
+Relations between settings are checked here, before anything is started.
+"""
+
+import math
+import os
+from argparse import SUPPRESS
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar, get_type_hints
+
+from jsonargparse import ArgumentParser
+
+from rtcwm.errors import UserError
+
+Settings = TypeVar("Settings")
+
+
+def option(default: Any, text: str) -> Any:
+    """A field with its help text."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Settings of ``rtcwm.train.train``; every default but ``out`` trains on the embedded world."""
+
+    out: str = option("", "folder of the run: adapters, logs, checkpoints")
+    clips: str = option("embedded", "folder of prepared clips; 'embedded' makes the embedded world's")
+    base: str = option("embedded", "diffusers H3 folder, a config .json (random weights), or 'embedded'")
+    init_lora: str | None = option(None, "adapter to start from; a new one otherwise")
+    rank: int | None = option(None, "rank of a new adapter; default: 128, or a quarter of a narrower base's width")
+    objective: Literal["df", "tf"] = option("df", "df: diffusion forcing; tf: teacher forcing (clean history)")
+    mask_rule: Literal["E", "own", "ahead1"] = option("E", "what the rows of a proxy chunk see; E: a causal proxy")
+    steps: int | None = option(None, "optimizer steps; default: epochs x samples / (ranks x accumulation)")
+    epochs: float = option(3.0, "passes over the samples, where --steps is not given")
+    lr: float = option(2e-5, "peak learning rate")
+    lr_min: float = option(1e-6, "learning rate at the end of the cosine")
+    warmup: int = option(10, "steps of linear warm-up; 0: none")
+    level_shift: float = option(3.0, "shift of the noise levels of chunks")
+    clean_first: bool = option(False, "keep chunk 0 clean, and out of the loss, in spans that begin at their Picture 1")
+    save_every: int = option(150, "steps between checkpoints; one is always written at the end")
+    val_every: int = option(150, "steps between held-out losses; 0: only at the start and the end")
+    val_clips: int = option(2, "clips to hold out, by whole episodes; 0: none and no held-out loss")
+    max_samples: int | None = option(None, "train on the first so many samples of the seed's order")
+    max_skips: int = option(10, "stop after so many skipped (non-finite) steps in a row")
+    seed: int = option(0, "of everything random")
+    picture1: Literal["native", "2048"] = option("native", "which encoding of the start frame to condition on")
+    attn: Literal["auto", "sdpa", "cudnn", "fa4", "fa3", "fa2", "flex"] = option("auto", "attention kernel")
+    base_config: str | None = option(None, "DeepSpeed JSON of the base engine; default: ds_configs/ for the device")
+    adapter_config: str | None = option(None, "DeepSpeed JSON of the adapter engine; default: ds_configs/adapter.json")
+
+    def __post_init__(self):
+        require(bool(self.out), "--out is required: the folder of the run")
+        for name in ("steps", "max_samples", "rank"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"--{name.replace('_', '-')} {value}: expected at least 1")
+        for name in ("save_every", "max_skips"):
+            require(getattr(self, name) >= 1, f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least 1")
+        for name in ("warmup", "val_every", "val_clips", "seed"):
+            require(getattr(self, name) >= 0, f"--{name.replace('_', '-')} {getattr(self, name)}: expected 0 or more")
+        require(0 < self.lr < math.inf, f"--lr {self.lr}: expected a positive learning rate")
+        require(0 <= self.lr_min <= self.lr, f"--lr-min {self.lr_min}: expected 0 <= lr-min <= lr ({self.lr})")
+        require(0 < self.epochs < math.inf, f"--epochs {self.epochs}: expected a positive number")
+        require(1 <= self.level_shift < math.inf, f"--level-shift {self.level_shift}: expected 1 (none) or more")
+        require(
+            self.rank is None or self.init_lora is None, "--rank is of a new adapter; --init-lora brings its own: drop one"
+        )
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises `UserError` with the message unless the condition holds."""
+    if not condition:
+        raise UserError(message)
+
+
+def parse(program: str, settings: type[Settings], arguments: Sequence[str] | None = None) -> Settings:
+    """Reads a program's settings from its command line (``sys.argv`` by default) and its ``--config`` file.
+
+    The command line wins over the file. Unknown flags and keys end the program with code 2, as do values of a wrong
+    type; only rank 0 prints.
+
+    Raises:
+        UserError: values that do not go together.
+    """
+    quiet = int(os.environ.get("RANK", "0")) != 0
+    parser = ArgumentParser(prog=program, description=settings.__doc__.splitlines()[0], exit_on_error=True)
+    if quiet:
+        parser.error = lambda message, error=None: os._exit(2)
+    parser.add_argument("--config", action="config", help="YAML or JSON file with any of these settings")
+    # The DeepSpeed launcher appends it; the ranks read their environment.
+    parser.add_argument("--local_rank", type=int, default=0, help=SUPPRESS)
+    hints = get_type_hints(settings)
+    for item in fields(settings):
+        flag = f"--{item.name.replace('_', '-')}"
+        parser.add_argument(flag, type=hints[item.name], default=item.default, help=item.metadata["help"])
+    values = parser.parse_args(arguments).as_dict()
+    return settings(**{item.name: values[item.name] for item in fields(settings)})
+
+
+def learning_rate(step: int, steps: int, lr: float, lr_min: float, warmup: int) -> float:
+    """Learning rate of step 0, 1, ...: linear warm-up to lr, then a cosine that ends at lr_min with the last step.
+
+    ``lr (k + 1) / warmup`` for k < warmup, then ``lr_min + (lr - lr_min) (1 + cos(pi p)) / 2`` with p from 0 to 1. It
+    depends on the step alone, so a resumed run needs no state of a scheduler.
+    """
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
+    return lr_min + (lr - lr_min) * (1 + math.cos(math.pi * progress)) / 2
