@@ -41,7 +41,12 @@ def small_model(mixed: bool = False) -> MiniMaxH3Transformer3DModel:
 
 
 def random_window(
-    latents: int, geometry: Geometry = GEOMETRY, batch: int = 1, picture: tuple[int, int] = (4, 6), audio: int = 3, seed: int = 0
+    latents: int,
+    geometry: Geometry = GEOMETRY,
+    batch: int = 1,
+    picture: tuple[int, int] = (4, 6),
+    audio: int = 3,
+    seed: int = 0,
 ) -> Window:
     """Normal noise of the right shapes; `audio` latents a channel."""
     draw = torch.Generator().manual_seed(seed)

@@ -161,7 +161,9 @@ def test_auto_on_the_cpu_says_what_it_takes():
 
 @pytest.mark.parametrize("name", ["fa4", "fa3", "fa2", "cudnn"])
 def test_a_named_kernel_that_is_not_there_is_an_error(name):
-    with pytest.raises(UserError, match=f"attention kernel '{name}' cannot run here: it needs a CUDA device, .* is cpu"):
+    with pytest.raises(
+        UserError, match=f"attention kernel '{name}' cannot run here: it needs a CUDA device, .* is cpu"
+    ):
         resolve(name, "cpu")
 
 

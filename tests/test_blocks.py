@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from reference import build_row_timesteps
-from small import small_model, random_window
+from small import random_window, small_model
 
 from rtcwm.model import blocks
 from rtcwm.model.attention import Full, install, resolve

@@ -75,7 +75,10 @@ def test_groups_cover_the_rule_exactly(rule, chunks):
     layout = tiny_layout(chunks)
     calls = groups(layout, rule)
     every_row = torch.arange(layout.rows)
-    store = {"all": every_row, "compact": torch.cat([every_row[call.rows] for call in calls if call.store == "compact"])}
+    store = {
+        "all": every_row,
+        "compact": torch.cat([every_row[call.rows] for call in calls if call.store == "compact"]),
+    }
     assert torch.equal(store["compact"], torch.cat([every_row[: layout.static], layout.proxy_rows.sort().values]))
     mask = torch.zeros(layout.rows, layout.rows, dtype=torch.long)
     for call in calls:

@@ -35,9 +35,7 @@ from rtcwm.model.packing import (
 def random_case(seed: int) -> dict:
     draw = random.Random(seed)
     return dict(
-        geometry=Geometry(
-            2 * draw.randint(1, 20), 2 * draw.randint(1, 20), draw.randint(1, 15), draw.randint(1, 15)
-        ),
+        geometry=Geometry(2 * draw.randint(1, 20), 2 * draw.randint(1, 20), draw.randint(1, 15), draw.randint(1, 15)),
         picture_size=(2 * draw.randint(1, 30), 2 * draw.randint(1, 30)),
         latents=draw.randint(1, 40),
         text_tags=tuple(draw.choice((0, 1)) for _ in range(draw.randint(1, 90))),
