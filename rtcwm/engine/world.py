@@ -137,6 +137,17 @@ class World:
                 raise failure if rank == 0 else UserError(f"rank {rank}: {failure}")
         return result
 
+    def same(self, what: str, value: object) -> None:
+        """Checks that a value is equal on all ranks; a collective.
+
+        Raises:
+            UserError: on all ranks, naming the first rank that differs from rank 0.
+        """
+        values = self.gather(value)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise UserError(f"rank {rank} has another {what} than rank 0: {other} against {values[0]}")
+
     def _on_term(self, _signal: int, _frame: object) -> None:
         if self.stop_requested:
             sys.exit(143)

@@ -1,0 +1,23 @@
+"""The ``rtcwm`` command: small tools around the programs that a launcher starts."""
+
+import sys
+
+from jsonargparse import auto_cli
+
+from rtcwm import __version__
+from rtcwm.data.make import world
+from rtcwm.errors import UserError
+
+COMMANDS = {"world": world}
+
+
+def main() -> None:
+    """Runs one subcommand; a user's error is one line and exit code 2."""
+    try:
+        auto_cli(COMMANDS, prog="rtcwm", description=f"rtcwm {__version__}", as_positional=False)
+    except UserError as error:
+        sys.exit(f"rtcwm: error: {error}")
+
+
+if __name__ == "__main__":
+    main()
