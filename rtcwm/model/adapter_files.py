@@ -46,16 +46,16 @@ def check_trained(tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuses weights that no healthy training gives.
 
     Raises:
-        ValueError: an empty, non-finite or all-zero tensor, named. A zero up projection after a step means that the
+        UserError: an empty, non-finite or all-zero tensor, named. A zero up projection after a step means that the
             adapter never received a gradient there, which the loss alone does not show.
     """
     for name, tensor in tensors.items():
         if tensor.numel() == 0:
-            raise ValueError(f"{name} is empty: its partition was not gathered")
+            raise UserError(f"adapter tensor {name} is empty: its partition was not gathered; nothing was saved")
         if not torch.isfinite(tensor).all():
-            raise ValueError(f"{name} holds non-finite values")
+            raise UserError(f"adapter tensor {name} holds non-finite values; nothing was saved")
         if not tensor.any():
-            raise ValueError(f"{name} is zero everywhere: the adapter did not move there")
+            raise UserError(f"adapter tensor {name} is zero everywhere: training never moved it; nothing was saved")
 
 
 def save_adapter(path: Path, adapter: Adapter, metadata: Mapping[str, str]) -> None:
