@@ -2,8 +2,8 @@
 
 `<clips>/<clip id>/` holds `stream.safetensors` (`video [24, L, h, w]`, `proxy [24, L, ph, pw]`, L = 5 x chunks),
 `start_<m>.safetensors` for every start frame m (`picture1_native [24, 1, h, w]`, optionally `picture1_2048`,
-`text [n, width]`, `text_tags [n]`, the caption in the metadata) and `clip.json` (:data:`CLIP_FIELDS`). Latents are
-normalised and stored as fp16 or bf16.
+`text [n, width]`, `text_tags [n]`, the caption in the metadata) and `clip.json`
+(:data:`rtcwm.data.headers.CLIP_FIELDS`). Latents are normalised and stored as fp16 or bf16.
 
 :func:`open_clips` checks everything that headers can tell, before a GPU is touched and without reading tensor data.
 A root `manifest.json` (:mod:`rtcwm.data.manifest`) is optional.
@@ -19,18 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rtcwm.data import manifest
+from rtcwm.data.headers import DESCRIPTION, flagged_chunks, latent_shape, read_description, read_start, shapes
 from rtcwm.errors import UserError
-from rtcwm.model.layout import CHUNK_LATENTS, CLIP_FRAMES, FPS, LATENT_CHANNELS, TEXT_TAG, VIDEO_TAG, Geometry
+from rtcwm.model.layout import CHUNK_LATENTS, CLIP_FRAMES, FPS, Geometry
 
 STREAM = "stream.safetensors"
-DESCRIPTION = "clip.json"
-CLIP_FIELDS = ("frames", "fps", "chunks", "episode", "flagged", "codec", "geometry")  # text_encoder may be absent
-STORED = ("F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -68,9 +65,17 @@ class Clip:
         return self.path / f"start_{start}.safetensors"
 
 
-def write_clip(root: Path, clip_id: str, video: Tensor, proxy: Tensor, starts: Mapping[int, Start], episode: str,
-               codec: Mapping[str, str], flagged: Sequence[Mapping[str, int | str]] = (),
-               text_encoder: Mapping[str, str] | None = None) -> Path:
+def write_clip(
+    root: Path,
+    clip_id: str,
+    video: Tensor,
+    proxy: Tensor,
+    starts: Mapping[int, Start],
+    episode: str,
+    codec: Mapping[str, str],
+    flagged: Sequence[Mapping[str, int | str]] = (),
+    text_encoder: Mapping[str, str] | None = None,
+) -> Path:
     """Write a clip folder: aside first, then renamed, so that a folder of that name is always whole.
 
     Args:
@@ -97,17 +102,25 @@ def write_clip(root: Path, clip_id: str, video: Tensor, proxy: Tensor, starts: M
         geometry = Geometry(*video.shape[-2:], *proxy.shape[-2:])
         save_file({"video": stored(video), "proxy": stored(proxy)}, aside / STREAM)
         for start, given in starts.items():
-            tensors = {"picture1_native": stored(given.picture1), "text": stored(given.text),
-                       "text_tags": given.text_tags.contiguous()}
+            tensors = {
+                "picture1_native": stored(given.picture1),
+                "text": stored(given.text),
+                "text_tags": given.text_tags.contiguous(),
+            }
             if given.picture1_2048 is not None:
                 tensors["picture1_2048"] = stored(given.picture1_2048)
             save_file(tensors, aside / f"start_{start}.safetensors", metadata={"caption": given.caption})
         chunks = video.shape[1] // CHUNK_LATENTS
         description = {
-            "frames": chunks * CLIP_FRAMES, "fps": FPS, "chunks": chunks, "episode": episode,
-            "flagged": [dict(span) for span in flagged], "codec": dict(codec),
+            "frames": chunks * CLIP_FRAMES,
+            "fps": FPS,
+            "chunks": chunks,
+            "episode": episode,
+            "flagged": [dict(span) for span in flagged],
+            "codec": dict(codec),
             "text_encoder": dict(text_encoder) if text_encoder else None,
-            "geometry": {name: getattr(geometry, name) for name in Geometry.__dataclass_fields__}}
+            "geometry": {name: getattr(geometry, name) for name in Geometry.__dataclass_fields__},
+        }
         (aside / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
         for file in aside.iterdir():  # safetensors writes for the owner alone; other nodes' users must read too
             file.chmod(aside.stat().st_mode & 0o666)
@@ -125,92 +138,6 @@ def stored(tensor: Tensor) -> Tensor:
     return (tensor if tensor.dtype == torch.bfloat16 else tensor.half()).contiguous()
 
 
-def shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Stored type and shape of every tensor of a safetensors file, from its header.
-
-    Raises:
-        UserError: the file is missing, truncated or not safetensors.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}
-            return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-    except FileNotFoundError as fault:
-        raise UserError(f"{path} is missing: prepare the clip again or remove its folder") from fault
-    except (OSError, SafetensorError) as fault:
-        raise UserError(f"{path} is truncated or not a safetensors file ({fault}): prepare the clip again") from fault
-
-
-def latent_shape(path: Path, found: Mapping[str, tuple[str, tuple[int, ...]]], name: str) -> tuple[int, int, int]:
-    """(L, h, w) of latents `name` in a file's header; UserError unless fp16 or bf16 `[24, L, h, w]`."""
-    if name not in found:
-        raise UserError(f"{path} holds {sorted(found)} but no tensor `{name}`: prepare the clip again")
-    dtype, shape = found[name]
-    if len(shape) != 4 or shape[0] != LATENT_CHANNELS:
-        raise UserError(f"{path}: `{name}` has shape {list(shape)}, expected [{LATENT_CHANNELS}, L, h, w]: these are not "
-                        "latents of this codec")
-    if dtype not in STORED:
-        raise UserError(f"{path}: `{name}` is stored as {dtype}, expected one of {', '.join(STORED)}")
-    return shape[1:]
-
-
-def read_description(path: Path) -> dict:
-    """The clip's `clip.json`; UserError when it is missing, broken or lacks a field."""
-    file = path / DESCRIPTION
-    try:
-        found = json.loads(file.read_text())
-    except FileNotFoundError as fault:
-        raise UserError(f"{file} is missing: prepare the clip again or remove its folder") from fault
-    except (json.JSONDecodeError, UnicodeDecodeError) as fault:
-        raise UserError(f"{file} is not valid JSON ({fault}): prepare the clip again") from fault
-    missing = [name for name in CLIP_FIELDS if not isinstance(found, dict) or name not in found]
-    if missing:
-        raise UserError(f"{file} lacks {', '.join(missing)}; a clip needs {', '.join(CLIP_FIELDS)}")
-    if not isinstance(found["codec"], dict) or not {"name", "hash"} <= set(found["codec"]):
-        raise UserError(f"{file}: codec is {found['codec']!r}, expected {{\"name\": ..., \"hash\": ...}}")
-    if found["fps"] != FPS:
-        raise UserError(f"{file}: fps is {found['fps']}, expected {FPS}: convert the video's frame rate before encoding")
-    return found
-
-
-def flagged_chunks(file: Path, spans: object, chunks: int) -> dict[int, str]:
-    """Chunk -> reason of the `flagged` list of a clip.json; where spans overlap the first reason stays."""
-    reasons: dict[int, str] = {}
-    for span in spans if isinstance(spans, list) else [spans]:
-        try:
-            first, last, reason = span["first_chunk"], span["last_chunk"], span["reason"]
-            valid = isinstance(first, int) and isinstance(last, int) and 0 <= first <= last < chunks
-        except (KeyError, TypeError):
-            valid = False
-        if not valid:
-            raise UserError(f"{file}: flagged span {span!r} is not of the form {{\"first_chunk\": a, \"last_chunk\": b, "
-                            f"\"reason\": text}} with 0 <= a <= b < {chunks} (the clip's chunks)")
-        for chunk in range(first, last + 1):
-            reasons.setdefault(chunk, str(reason))
-    return reasons
-
-
-def read_start(path: Path, geometry: Geometry) -> int:
-    """Check the header of one start frame's file; returns the width of its text rows."""
-    found = shapes(path)
-    size = latent_shape(path, found, "picture1_native")
-    if size != (1, geometry.height, geometry.width):
-        raise UserError(f"{path}: `picture1_native` is {list(size)} latents x height x width, but the clip's video needs "
-                        f"[1, {geometry.height}, {geometry.width}]")
-    if "picture1_2048" in found and latent_shape(path, found, "picture1_2048")[0] != 1:
-        raise UserError(f"{path}: `picture1_2048` holds {found['picture1_2048'][1][1]} latents, expected 1")
-    text, tags = found.get("text"), found.get("text_tags")
-    if text is None or tags is None or len(text[1]) != 2 or text[1][:1] != tags[1]:
-        raise UserError(f"{path}: expected `text [n, width]` and `text_tags [n]`, found "
-                        f"{ {name: list(shape) for name, (_, shape) in found.items()} }")
-    with safe_open(path, framework="pt") as file:  # a few bytes, and a wrong tag would train silently
-        values = set(file.get_tensor("text_tags").tolist())
-    if not values <= {VIDEO_TAG, TEXT_TAG}:
-        raise UserError(f"{path}: `text_tags` holds {sorted(values)}, expected {VIDEO_TAG} (vision rows) and {TEXT_TAG} "
-                        "(words) only")
-    return text[1][1]
-
-
 def read_clip(path: Path) -> Clip:
     """Check one clip folder by its description and headers.
 
@@ -223,42 +150,66 @@ def read_clip(path: Path) -> Clip:
     latents, height, width = latent_shape(stream, found, "video")
     proxy_latents, proxy_height, proxy_width = latent_shape(stream, found, "proxy")
     if proxy_latents != latents:
-        raise UserError(f"{stream}: the video has {latents} latents and the proxy {proxy_latents}; both must cover the "
-                        "same frames")
+        raise UserError(
+            f"{stream}: the video has {latents} latents and the proxy {proxy_latents}; both must cover the same frames"
+        )
     if latents == 0 or latents % CHUNK_LATENTS:
-        raise UserError(f"{stream}: {latents} latents are not whole chunks of {CHUNK_LATENTS}: encode {CLIP_FRAMES} frames "
-                        "at a time and keep all latents of each clip")
+        raise UserError(
+            f"{stream}: {latents} latents are not whole chunks of {CHUNK_LATENTS}: encode {CLIP_FRAMES} frames "
+            "at a time and keep all latents of each clip"
+        )
     chunks, geometry = latents // CHUNK_LATENTS, Geometry(height, width, proxy_height, proxy_width)
     told = {"chunks": description["chunks"], "frames": description["frames"], "geometry": description["geometry"]}
     seen = {"chunks": chunks, "frames": chunks * CLIP_FRAMES, "geometry": vars(geometry)}
     for name in told:
         if told[name] != seen[name]:
-            raise UserError(f"{path / DESCRIPTION}: {name} is {told[name]}, but {STREAM} holds {seen[name]}: one of the two "
-                            "is from another run, prepare the clip again")
-    starts = sorted(int(match[1]) for name in os.listdir(path)
-                    if (match := re.fullmatch(r"start_(\d+)\.safetensors", name)))
+            raise UserError(
+                f"{path / DESCRIPTION}: {name} is {told[name]}, but {STREAM} holds {seen[name]}: one of the two "
+                "is from another run, prepare the clip again"
+            )
+    starts = sorted(
+        int(match[1]) for name in os.listdir(path) if (match := re.fullmatch(r"start_(\d+)\.safetensors", name))
+    )
     if not starts:
-        raise UserError(f"{path} has no start_<m>.safetensors: a stream needs a start frame (Picture 1 and text); prepare "
-                        "the clip again")
+        raise UserError(
+            f"{path} has no start_<m>.safetensors: a stream needs a start frame (Picture 1 and text); prepare "
+            "the clip again"
+        )
     if starts[-1] >= chunks:
-        raise UserError(f"{path}/start_{starts[-1]}.safetensors starts at chunk {starts[-1]}, but the clip has chunks "
-                        f"0..{chunks - 1}")
+        raise UserError(
+            f"{path}/start_{starts[-1]}.safetensors starts at chunk {starts[-1]}, but the clip has chunks "
+            f"0..{chunks - 1}"
+        )
     widths = {start: read_start(path / f"start_{start}.safetensors", geometry) for start in starts}
     if len(set(widths.values())) > 1:
         raise UserError(f"{path}: the start frames' text rows have different widths {widths}: use one text encoder")
-    return Clip(path.name, path, chunks, str(description["episode"]),
-                flagged_chunks(path / DESCRIPTION, description["flagged"], chunks), geometry, description["codec"],
-                tuple(starts), widths[starts[0]])
+    return Clip(
+        path.name,
+        path,
+        chunks,
+        str(description["episode"]),
+        flagged_chunks(path / DESCRIPTION, description["flagged"], chunks),
+        geometry,
+        description["codec"],
+        tuple(starts),
+        widths[starts[0]],
+    )
 
 
 def clip_folders(root: Path) -> list[Path]:
-    """Folders of clips under a root, by name: those with any of a clip's files. Hidden folders are unfinished writes."""
+    """Folders of clips under a root, by name: those with any of a clip's files; hidden ones are unfinished writes."""
     if not root.is_dir():
-        raise UserError(f"--clips {root} is not a folder: give the folder that holds one folder a clip (`rtcwm world` "
-                        "makes one)")
+        raise UserError(
+            f"--clips {root} is not a folder: give the folder that holds one folder a clip (`rtcwm world` makes one)"
+        )
     kept = (DESCRIPTION, STREAM)
-    return sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")
-                  and (any((path / name).exists() for name in kept) or any(path.glob("start_*.safetensors"))))
+    return sorted(
+        path
+        for path in root.iterdir()
+        if path.is_dir()
+        and not path.name.startswith(".")
+        and (any((path / name).exists() for name in kept) or any(path.glob("start_*.safetensors")))
+    )
 
 
 def require_equal(clips: Sequence[Clip], what: str, key: Callable[[Clip], Hashable], advice: str) -> None:
@@ -268,25 +219,33 @@ def require_equal(clips: Sequence[Clip], what: str, key: Callable[[Clip], Hashab
         return
     usual = counts.most_common(1)[0][0]
     odd = [clip for clip in clips if key(clip) != usual]
-    raise UserError(f"clip {odd[0].id} has {what} {key(odd[0])}, but {counts[usual]} of {len(clips)} clips have {usual} "
-                    f"({len(odd)} clips differ): {advice}")
+    raise UserError(
+        f"clip {odd[0].id} has {what} {key(odd[0])}, but {counts[usual]} of {len(clips)} clips have {usual} "
+        f"({len(odd)} clips differ): {advice}"
+    )
 
 
 def open_clips(root: Path) -> list[Clip]:
     """All clips under `root`, sorted by id, checked by their headers and against the manifest where there is one.
 
     Raises:
-        UserError: no clips; a broken clip (see :func:`read_clip`); clips of different codecs, geometries or text widths;
-            a clip that the manifest contradicts.
+        UserError: no clips; a broken clip (see :func:`read_clip`); clips of different codecs, geometries or text
+            widths; a clip that the manifest contradicts.
     """
     root = Path(root)
     folders = clip_folders(root)
     if not folders:
-        raise UserError(f"--clips {root} holds no clip folders ({DESCRIPTION}, {STREAM}, start_<m>.safetensors): prepare "
-                        "clips or run `rtcwm world`")
+        raise UserError(
+            f"--clips {root} holds no clip folders ({DESCRIPTION}, {STREAM}, start_<m>.safetensors): prepare "
+            "clips or run `rtcwm world`"
+        )
     clips = [read_clip(path) for path in folders]
-    require_equal(clips, "codec", lambda clip: f"{clip.codec['name']} {clip.codec['hash']}",
-                  "latents of two codecs cannot be mixed, encode them again with one")
+    require_equal(
+        clips,
+        "codec",
+        lambda clip: f"{clip.codec['name']} {clip.codec['hash']}",
+        "latents of two codecs cannot be mixed, encode them again with one",
+    )
     require_equal(clips, "geometry", lambda clip: clip.geometry, "train one geometry at a time, from separate folders")
     require_equal(clips, "text width", lambda clip: clip.text_width, "encode all captions with one text encoder")
     manifest.check(root, {clip.id: clip.path for clip in clips}, clips[0].codec)

@@ -26,7 +26,15 @@ from torch import Tensor
 from rtcwm.data.world import Film
 from rtcwm.errors import UserError
 from rtcwm.model.layout import (
-    CHUNK_LATENTS, CLIP_FRAMES, LATENT_CHANNELS, LATENT_FRAMES, PIXELS_PER_LATENT, TEXT_TAG, VIDEO_TAG, frames_of)
+    CHUNK_LATENTS,
+    CLIP_FRAMES,
+    LATENT_CHANNELS,
+    LATENT_FRAMES,
+    PIXELS_PER_LATENT,
+    TEXT_TAG,
+    VIDEO_TAG,
+    frames_of,
+)
 
 NAME = "rtcwm-pca"
 SHIPPED = Path(__file__).with_name("codec.safetensors")
@@ -44,8 +52,13 @@ def patches(frames: Tensor, group: int) -> Tensor:
     count, height, width, _ = frames.shape
     side = PIXELS_PER_LATENT
     cut = frames.reshape(count // group, group, height // side, side, width // side, side, 3)
-    return cut.permute(0, 2, 4, 1, 3, 5, 6).reshape(
-        count // group, height // side, width // side, group * PATCH_VALUES).float() / 255 - 0.5
+    return (
+        cut.permute(0, 2, 4, 1, 3, 5, 6)
+        .reshape(count // group, height // side, width // side, group * PATCH_VALUES)
+        .float()
+        / 255
+        - 0.5
+    )
 
 
 def unpatches(values: Tensor, group: int) -> Tensor:
@@ -81,8 +94,10 @@ class Codec:
         """
         frames = checked(frames)
         if len(frames) == 0 or len(frames) % CLIP_FRAMES:
-            raise UserError(f"found {len(frames)} frames; a stream is coded in clips of {CLIP_FRAMES}: cut the video to "
-                            f"{len(frames) // CLIP_FRAMES * CLIP_FRAMES} frames")
+            raise UserError(
+                f"found {len(frames)} frames; a stream is coded in clips of {CLIP_FRAMES}: cut the video to "
+                f"{len(frames) // CLIP_FRAMES * CLIP_FRAMES} frames"
+            )
         clips = frames.unflatten(0, (-1, CLIP_FRAMES))
         first = self._project(clips[:, 0], 1)[:, None]
         rest = self._project(clips[:, 1:].flatten(0, 1), 4).unflatten(0, (-1, CHUNK_LATENTS - 1))
@@ -107,7 +122,9 @@ class Codec:
         """
         latents = torch.as_tensor(latents).float()
         if latents.ndim != 4 or latents.shape[0] != LATENT_CHANNELS:
-            raise UserError(f"latents of shape {tuple(latents.shape)} were given; expected [{LATENT_CHANNELS}, L, h, w]")
+            raise UserError(
+                f"latents of shape {tuple(latents.shape)} were given; expected [{LATENT_CHANNELS}, L, h, w]"
+            )
         rows = latents.permute(1, 2, 3, 0)
         count = len(rows)
         opening = torch.arange(0, count, CHUNK_LATENTS)
@@ -144,8 +161,10 @@ def checked(frames: np.ndarray | Tensor) -> Tensor:
     if frames.dtype != torch.uint8 or len(shape) != 4 or shape[3] != 3:
         raise UserError(f"frames of type {frames.dtype} and shape {shape} were given; expected uint8 [F, H, W, 3]")
     if shape[1] % PIXELS_PER_LATENT or shape[2] % PIXELS_PER_LATENT:
-        raise UserError(f"frames of {shape[2]}x{shape[1]} pixels were given; width and height must be multiples of "
-                        f"{PIXELS_PER_LATENT}: crop or render again")
+        raise UserError(
+            f"frames of {shape[2]}x{shape[1]} pixels were given; width and height must be multiples of "
+            f"{PIXELS_PER_LATENT}: crop or render again"
+        )
     return frames
 
 
@@ -170,19 +189,22 @@ def load_codec(path: Path = SHIPPED) -> Codec:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, SafetensorError) as fault:
-        raise UserError(f"{path}: cannot be read as a codec ({fault}); write it with `python -m rtcwm.data.codec --out "
-                        f"{path}`") from fault
+        raise UserError(
+            f"{path}: cannot be read as a codec ({fault}); write it with `python -m rtcwm.data.codec --out {path}`"
+        ) from fault
     expected = {f"{part}_{group}" for part in ("basis", "centre", "mean", "std") for group in GROUPS}
     if set(tensors) != expected:
         raise UserError(f"{path}: holds {sorted(tensors)}, expected a codec with {sorted(expected)}")
-    parts = ({group: tensors[f"{part}_{group}"].float() for group in GROUPS}
-             for part in ("basis", "centre", "mean", "std"))
+    parts = (
+        {group: tensors[f"{part}_{group}"].float() for group in GROUPS} for part in ("basis", "centre", "mean", "std")
+    )
     return Codec(*parts, identity={"name": NAME, "hash": weights_hash(tensors)})
 
 
-def fit(episodes: int = 40, chunks: tuple[int, ...] = (0, 5, 11), seed: int = 20260101,
-        picture_share: float = 0.9) -> dict[str, Tensor]:
-    """Fit the bases on chunks of `episodes` scenes; pictures weigh `picture_share`, proxies the rest. Tensors in fp16."""
+def fit(
+    episodes: int = 40, chunks: tuple[int, ...] = (0, 5, 11), seed: int = 20260101, picture_share: float = 0.9
+) -> dict[str, Tensor]:
+    """Fit the bases on chunks of `episodes` scenes; pictures weigh `picture_share`, proxies the rest. fp16 tensors."""
     share = np.array([picture_share, 1 - picture_share])
     scatter = {group: np.zeros((2, group * PATCH_VALUES, group * PATCH_VALUES)) for group in GROUPS}
     total = {group: np.zeros((2, group * PATCH_VALUES)) for group in GROUPS}
@@ -200,17 +222,35 @@ def fit(episodes: int = 40, chunks: tuple[int, ...] = (0, 5, 11), seed: int = 20
                     count[group][kind] += len(values)
     tensors = {}
     for group in GROUPS:
-        # The shares hold whatever the number of patches of a kind; covariance = E[xx'] - E[x]E[x]'.
-        centre = share @ (total[group] / count[group][:, None])
-        moment = np.tensordot(share / count[group], scatter[group], 1)
-        variance, vectors = np.linalg.eigh(moment - np.outer(centre, centre))
-        basis = vectors[:, ::-1][:, :LATENT_CHANNELS].copy()
-        # A component's sign is free: make its mean over frames positive along its largest pixel, for both groups.
-        still = basis.reshape(group, PATCH_VALUES, LATENT_CHANNELS).sum(0)
-        basis *= np.sign(np.take_along_axis(still, np.abs(still).argmax(0)[None], 0))
-        tensors |= {f"basis_{group}": basis, f"centre_{group}": centre, f"mean_{group}": np.zeros(LATENT_CHANNELS),
-                    f"std_{group}": np.sqrt(variance[::-1][:LATENT_CHANNELS])}
-    return {name: torch.from_numpy(value).half().contiguous() for name, value in tensors.items()}
+        basis, centre, std = principal(scatter[group], total[group], count[group], share, group)
+        parts = {"basis": basis, "centre": centre, "mean": np.zeros(LATENT_CHANNELS), "std": std}
+        tensors |= {f"{name}_{group}": torch.from_numpy(part).half().contiguous() for name, part in parts.items()}
+    return tensors
+
+
+def principal(
+    scatter: np.ndarray, total: np.ndarray, count: np.ndarray, share: np.ndarray, group: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The 24 leading principal components of a weighted mixture of kinds.
+
+    Args:
+        scatter: sum of x x' by kind, `[kinds, n, n]`.
+        total: sum of x by kind, `[kinds, n]`.
+        count: number of x by kind, `[kinds]`.
+        share: weight of each kind, whatever its number of x, `[kinds]`, sum 1.
+        group: frames of a patch; n is a multiple of it.
+
+    Returns:
+        basis `[n, 24]`, centre `[n]` and the standard deviations `[24]` along the basis, largest first. A component's
+        sign is free: the largest value of its sum over the frames is made positive.
+    """
+    centre = share @ (total / count[:, None])
+    covariance = np.tensordot(share / count, scatter, 1) - np.outer(centre, centre)
+    variance, vectors = np.linalg.eigh(covariance)
+    basis = vectors[:, ::-1][:, :LATENT_CHANNELS].copy()
+    still = basis.reshape(group, -1, LATENT_CHANNELS).sum(0)
+    basis *= np.sign(np.take_along_axis(still, np.abs(still).argmax(0)[None], 0))
+    return basis, centre, np.sqrt(variance[::-1][:LATENT_CHANNELS])
 
 
 @lru_cache(maxsize=4096)
@@ -237,7 +277,7 @@ def embed_text(caption: str, picture1: Tensor) -> tuple[Tensor, Tensor]:
     words += ["<pad>"] * (room - len(words))
     text = torch.cat((word_vector("<Picture 1>:")[None], vision, torch.stack([word_vector(word) for word in words])))
     tags = torch.full((TEXT_ROWS,), TEXT_TAG)
-    tags[1:1 + PICTURE_ROWS] = VIDEO_TAG
+    tags[1 : 1 + PICTURE_ROWS] = VIDEO_TAG
     return text, tags
 
 
@@ -247,8 +287,12 @@ def main(out: Path) -> None:
     Args:
         out: safetensors file to write.
     """
-    metadata = {"name": NAME, "channels": str(LATENT_CHANNELS), "latent_frames": str(LATENT_FRAMES),
-                "fitted_on": "embedded world, pictures 0.9, proxies 0.1"}
+    metadata = {
+        "name": NAME,
+        "channels": str(LATENT_CHANNELS),
+        "latent_frames": str(LATENT_FRAMES),
+        "fitted_on": "embedded world, pictures 0.9, proxies 0.1",
+    }
     tensors = fit()
     save_file(tensors, out, metadata=metadata)
     print(f"{out}: {out.stat().st_size} bytes, hash {weights_hash(tensors)}")

@@ -16,8 +16,20 @@ import numpy as np
 
 from rtcwm.errors import UserError
 
-CLASSES = ("void", "sky", "water", "terrain", "road", "vegetation", "building", "infrastructure", "human", "animal",
-           "vehicle", "prop")
+CLASSES = (
+    "void",
+    "sky",
+    "water",
+    "terrain",
+    "road",
+    "vegetation",
+    "building",
+    "infrastructure",
+    "human",
+    "animal",
+    "vehicle",
+    "prop",
+)
 GREEN = (32, 96, 160, 224)
 BLUE = (43, 128, 213)
 NEAR_METRES = 0.3
@@ -41,9 +53,11 @@ def depth_codes(depth: np.ndarray) -> np.ndarray:
         UserError: a value is negative, infinite or not a number.
     """
     if not np.isfinite(depth).all() or (depth < 0).any():
-        raise UserError("depth must be finite metres >= 0 (0 where no surface was hit), found "
-                        f"{int((~np.isfinite(depth)).sum())} non-finite and {int((depth < 0).sum())} negative values; "
-                        "write 0 there")
+        raise UserError(
+            "depth must be finite metres >= 0 (0 where no surface was hit), found "
+            f"{int((~np.isfinite(depth)).sum())} non-finite and {int((depth < 0).sum())} negative values; "
+            "write 0 there"
+        )
     surface = depth > NO_SURFACE_METRES
     metres = np.where(surface, depth, FAR_METRES).astype(np.float64)
     share = np.clip((math.log(FAR_METRES) - np.log(metres)) / LOG_RANGE, 0.0, 1.0)
@@ -58,8 +72,10 @@ def blocks(values: np.ndarray, height: int, width: int) -> np.ndarray:
     """
     full_height, full_width = values.shape[-2:]
     if full_height % height or full_width % width:
-        raise UserError(f"a {full_width}x{full_height} condition cannot be cut into whole blocks of a {width}x{height} "
-                        "proxy: render it at a whole multiple of the proxy's size")
+        raise UserError(
+            f"a {full_width}x{full_height} condition cannot be cut into whole blocks of a {width}x{height} "
+            "proxy: render it at a whole multiple of the proxy's size"
+        )
     rows, columns = full_height // height, full_width // width
     cut = values.reshape(*values.shape[:-2], height, rows, width, columns).swapaxes(-3, -2)
     return cut.reshape(*values.shape[:-2], height, width, rows * columns)
@@ -98,8 +114,10 @@ def block_majority(ids: np.ndarray, height: int, width: int) -> np.ndarray:
 def check_ids(ids: np.ndarray) -> None:
     """Raise UserError when a class id is outside 0..11."""
     if ids.size and not (0 <= int(ids.min()) and int(ids.max()) < len(CLASSES)):
-        raise UserError(f"semantic ids run from {int(ids.min())} to {int(ids.max())}, expected 0..{len(CLASSES) - 1} "
-                        f"({', '.join(CLASSES)}): map the renderer's classes onto these first")
+        raise UserError(
+            f"semantic ids run from {int(ids.min())} to {int(ids.max())}, expected 0..{len(CLASSES) - 1} "
+            f"({', '.join(CLASSES)}): map the renderer's classes onto these first"
+        )
 
 
 def encode(depth: np.ndarray, ids: np.ndarray, height: int | None = None, width: int | None = None) -> np.ndarray:
@@ -118,8 +136,9 @@ def encode(depth: np.ndarray, ids: np.ndarray, height: int | None = None, width:
         UserError: shapes that differ, sizes that do not divide, bad depths or bad ids.
     """
     if depth.shape != ids.shape:
-        raise UserError(f"depth {depth.shape} and semantic ids {ids.shape} must be two views of one picture: the shapes "
-                        "differ")
+        raise UserError(
+            f"depth {depth.shape} and semantic ids {ids.shape} must be two views of one picture: the shapes differ"
+        )
     height, width = height or depth.shape[-2], width or depth.shape[-1]
     codes = block_median(depth_codes(depth), height, width)
     grid = PALETTE[block_majority(ids, height, width)]
@@ -150,9 +169,11 @@ def decode_ids(picture: np.ndarray, tolerance: int = 0, name: str = "the proxy p
         wrong = picture[away > tolerance]
         colours, counts = np.unique(wrong[:, 1:], axis=0, return_counts=True)
         commonest = tuple(int(value) for value in colours[counts.argmax()])
-        raise UserError(f"{name} is not DUV: {len(wrong)} of {away.size} pixels lie off the semantic grid by more than "
-                        f"{tolerance} (the commonest green, blue is {commonest}; expected green in {GREEN}, blue in "
-                        f"{BLUE}): encode the proxy again from depth and ids, from a lossless source")
+        raise UserError(
+            f"{name} is not DUV: {len(wrong)} of {away.size} pixels lie off the semantic grid by more than "
+            f"{tolerance} (the commonest green, blue is {commonest}; expected green in {GREEN}, blue in "
+            f"{BLUE}): encode the proxy again from depth and ids, from a lossless source"
+        )
     return (column + 4 * row).astype(np.uint8)
 
 

@@ -90,8 +90,11 @@ def describe(scene: Scene, seen: Sequence[set[int]]) -> str:
 def in_view(ids: np.ndarray) -> set[int]:
     """Classes that cover a visible share of a picture `[H, W]`; moving solids are small, half the share will do."""
     share = np.bincount(ids.ravel(), minlength=len(duv.CLASSES)) / ids.size
-    return {label for label in range(1, len(duv.CLASSES))
-            if share[label] >= (SEEN_SHARE / 2 if label >= HUMAN else SEEN_SHARE)}
+    return {
+        label
+        for label in range(1, len(duv.CLASSES))
+        if share[label] >= (SEEN_SHARE / 2 if label >= HUMAN else SEEN_SHARE)
+    }
 
 
 def make_clip(root: Path, settings: Settings, clip_id: str, episode: int, window: int) -> Path:
@@ -108,16 +111,32 @@ def make_clip(root: Path, settings: Settings, clip_id: str, episode: int, window
     starts = {}
     for start in settings.starts:
         # The codec codes a chunk's first frame alone, so Picture 1 is that latent of the stream.
-        picture1 = latents[:, start * CHUNK_LATENTS:start * CHUNK_LATENTS + 1]
+        picture1 = latents[:, start * CHUNK_LATENTS : start * CHUNK_LATENTS + 1]
         caption = describe(film.scene, seen[start:])
         starts[start] = Start(picture1, *embed_text(caption, picture1), caption)
-    return write_clip(root, clip_id, latents, torch.cat(proxy, 1), starts, f"world-{settings.seed}-{episode}",
-                      codec.identity, text_encoder=TEXT_ENCODER)
+    return write_clip(
+        root,
+        clip_id,
+        latents,
+        torch.cat(proxy, 1),
+        starts,
+        f"world-{settings.seed}-{episode}",
+        codec.identity,
+        text_encoder=TEXT_ENCODER,
+    )
 
 
-def write_world(out: Path, clips: int, chunks: int, seed: int, height: int = 128, width: int = 192,
-                starts: Sequence[int] | None = None, episodes: int | None = None,
-                processes: int | None = None) -> list[Clip]:
+def write_world(
+    out: Path,
+    clips: int,
+    chunks: int,
+    seed: int,
+    height: int = 128,
+    width: int = 192,
+    starts: Sequence[int] | None = None,
+    episodes: int | None = None,
+    processes: int | None = None,
+) -> list[Clip]:
     """Write clips of the embedded world, or finish them.
 
     Args:
@@ -140,16 +159,26 @@ def write_world(out: Path, clips: int, chunks: int, seed: int, height: int = 128
         UserError: bad settings, or a folder that holds something else.
     """
     out = Path(out)
-    settings = Settings(clips, chunks, seed, height, width, episodes or -(-clips // CLIPS_AN_EPISODE),
-                        tuple(range(0, chunks, 2)) if starts is None else tuple(sorted(set(starts))))
+    settings = Settings(
+        clips,
+        chunks,
+        seed,
+        height,
+        width,
+        episodes or -(-clips // CLIPS_AN_EPISODE),
+        tuple(range(0, chunks, 2)) if starts is None else tuple(sorted(set(starts))),
+    )
     codec = load_codec().identity
     content = {"codec": codec, "clips": {}, "world": settings.stored()}
     claim(out, content)
     names = settings.names()
     todo = [name for name in names if not (out / name[0]).is_dir()]
     started = time.monotonic()
-    print(f"world: {clips} clips x {chunks} chunks ({chunks * CLIP_FRAMES / FPS:.1f} s) of {width}x{height} in "
-          f"{settings.episodes} episodes, {len(names) - len(todo)} already there", file=sys.stderr)
+    print(
+        f"world: {clips} clips x {chunks} chunks ({chunks * CLIP_FRAMES / FPS:.1f} s) of {width}x{height} in "
+        f"{settings.episodes} episodes, {len(names) - len(todo)} already there",
+        file=sys.stderr,
+    )
     for done, _ in enumerate(spread(out, settings, todo, processes), start=1):
         progress(done, len(todo), time.monotonic() - started)
     content["clips"] = {clip_id: manifest.clip_hash(out / clip_id) for clip_id, _, _ in names}
@@ -172,7 +201,9 @@ def claim(out: Path, content: dict[str, object]) -> None:
         differing["codec"] = (listed["codec"], content["codec"])
     if differing:
         told = "; ".join(f"{name} is {old!r} there, {new!r} was asked for" for name, (old, new) in differing.items())
-        raise UserError(f"--out {out} holds a world of other settings ({told}): choose another folder, or ask for the same")
+        raise UserError(
+            f"--out {out} holds a world of other settings ({told}): choose another folder, or ask for the same"
+        )
     for path in out.glob(".clip_*.writing-*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -180,8 +211,10 @@ def claim(out: Path, content: dict[str, object]) -> None:
 def spread(out: Path, settings: Settings, todo: list[tuple[str, int, int]], processes: int | None) -> Iterator[Path]:
     """Make the clips, yielding each as it is done; in this process when there is little to do."""
     workers = min(processes or len(os.sched_getaffinity(0)), len(todo))
-    little = len(todo) * settings.chunks * settings.height * settings.width < 40 * 128 * 192  # about the start-up's time
-    if workers <= 1 or little:
+    little = (
+        len(todo) * settings.chunks * settings.height * settings.width < 40 * 128 * 192
+    )  # about the start-up's time
+    if workers <= 1 or (little and processes is None):
         yield from (make_clip(out, settings, *name) for name in todo)
         return
     # spawn: a forked child of a process that has run torch can hang in its thread pool
@@ -202,8 +235,16 @@ def progress(done: int, total: int, seconds: float) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def main_world(out: Path, clips: int = 64, chunks: int = 16, seed: int = 0, height: int = 128, width: int = 192,
-               episodes: int | None = None, start_every: int = 2) -> None:
+def main_world(
+    out: Path,
+    clips: int = 64,
+    chunks: int = 16,
+    seed: int = 0,
+    height: int = 128,
+    width: int = 192,
+    episodes: int | None = None,
+    start_every: int = 2,
+) -> None:
     """Write clips of the embedded world.
 
     Args:

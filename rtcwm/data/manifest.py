@@ -1,9 +1,9 @@
 """The optional `manifest.json` of a folder of clips: which clips belong to it, by hash, and what made them.
 
-`{"codec": {name, hash}, "clips": {id: hash}, "world": settings or absent}`. A clip's hash is cheap, for it is checked at
-every start: it covers the names and sizes of the clip's files, their first 4 KiB (all of a small header), 64 pieces of
-64 bytes spread evenly over each file, and `clip.json` but for its flagged spans, which quality control may edit. So it
-tells another codec, another seed, a swapped or a truncated file; it does not tell a single flipped byte.
+`{"codec": {name, hash}, "clips": {id: hash}, "world": settings or absent}`. A clip's hash is cheap, for it is checked
+at every start: it covers the names and sizes of the clip's files, their first 4 KiB (all of a small header), 64 pieces
+of 64 bytes spread evenly over each file, and `clip.json` but for its flagged spans, which quality control may edit. So
+it tells another codec, another seed, a swapped or a truncated file; it does not tell a single flipped byte.
 """
 
 import hashlib
@@ -56,8 +56,9 @@ def read(root: Path) -> dict | None:
     try:
         found = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as fault:
-        raise UserError(f"{path} is not valid JSON ({fault}): write the clips again, or delete it to use them "
-                        "unchecked") from fault
+        raise UserError(
+            f"{path} is not valid JSON ({fault}): write the clips again, or delete it to use them unchecked"
+        ) from fault
     if not isinstance(found, dict) or not isinstance(found.get("clips"), dict) or "codec" not in found:
         raise UserError(f"{path} lacks `clips` or `codec`: write the clips again, or delete it to use them unchecked")
     return found
@@ -75,8 +76,9 @@ def check(root: Path, clips: Mapping[str, Path], codec: Mapping[str, str]) -> No
     path = root / NAME
     advice = "finish or repeat the command that wrote the clips, or delete the manifest to use them unchecked"
     if dict(listed["codec"]) != dict(codec):
-        raise UserError(f"{path} was written for codec {listed['codec']}, but the clips were made with {dict(codec)}: "
-                        f"{advice}")
+        raise UserError(
+            f"{path} was written for codec {listed['codec']}, but the clips were made with {dict(codec)}: {advice}"
+        )
     for clip_id in sorted(set(listed["clips"]) | set(clips)):
         if clip_id not in clips:
             raise UserError(f"clip {clip_id} is listed in {path} but missing: {advice}")
@@ -84,5 +86,7 @@ def check(root: Path, clips: Mapping[str, Path], codec: Mapping[str, str]) -> No
             raise UserError(f"clip {clip_id} is not listed in {path}: {advice}")
         found = clip_hash(clips[clip_id])
         if found != listed["clips"][clip_id]:
-            raise UserError(f"clip {clip_id} has changed since {path} was written: hash {found}, expected "
-                            f"{listed['clips'][clip_id]}; {advice}")
+            raise UserError(
+                f"clip {clip_id} has changed since {path} was written: hash {found}, expected "
+                f"{listed['clips'][clip_id]}; {advice}"
+            )

@@ -130,7 +130,7 @@ def hit_box(origin: np.ndarray, inverse: np.ndarray, centre: np.ndarray, half: n
 
 
 def cast(pose: Pose, solids: Solids, height: int, width: int, aspect: float, ground_reach: float) -> Hits:
-    """First hits of all rays of a picture; ground (the plane y = 0) farther than `ground_reach` metres counts as sky."""
+    """First hits of all rays of a picture; ground (the plane y = 0) beyond `ground_reach` metres counts as sky."""
     axes = pose.axes()
     rays = np.tensordot(axes.T.astype(np.float32), camera_rays(height, width, aspect), 1)
     inverse = 1 / np.where(np.abs(rays) < 1e-7, np.float32(1e-7), rays)

@@ -31,10 +31,23 @@ GROUND_REACH = 120.0  # metres; ground beyond is sky
 NEIGHBOURS = 5  # blocks furnished on each side of the camera's: 50 m and more, past the haze
 AMBIENT, SUN = 0.55, 0.45  # share of light without and with a direction
 
-ALBEDO = np.array([
-    (0.0, 0.0, 0.0), (0.0, 0.0, 0.0), (0.16, 0.34, 0.52), (0.0, 0.0, 0.0), (0.36, 0.36, 0.38), (0.18, 0.50, 0.16),
-    (0.72, 0.62, 0.52), (0.78, 0.74, 0.22), (0.82, 0.36, 0.30), (0.48, 0.30, 0.14), (0.28, 0.28, 0.74),
-    (0.80, 0.48, 0.80)], dtype=np.float32)  # by class; void, sky and terrain take the episode's colours
+ALBEDO = np.array(
+    [
+        (0.0, 0.0, 0.0),
+        (0.0, 0.0, 0.0),
+        (0.16, 0.34, 0.52),
+        (0.0, 0.0, 0.0),
+        (0.36, 0.36, 0.38),
+        (0.18, 0.50, 0.16),
+        (0.72, 0.62, 0.52),
+        (0.78, 0.74, 0.22),
+        (0.82, 0.36, 0.30),
+        (0.48, 0.30, 0.14),
+        (0.28, 0.28, 0.74),
+        (0.80, 0.48, 0.80),
+    ],
+    dtype=np.float32,
+)  # by class; void, sky and terrain take the episode's colours
 SKY, WATER, TERRAIN, ROAD, VEGETATION, BUILDING, INFRASTRUCTURE, HUMAN, ANIMAL, VEHICLE, PROP = range(1, 12)
 
 
@@ -95,8 +108,14 @@ class Scene:
         generator = np.random.default_rng([self.seed, 2, x % 2**32, z % 2**32])
         solids = []
 
-        def put(label: int, ball: bool, half: tuple[float, float, float], swing: tuple[float, float] = (0.0, 0.0),
-                at: tuple[float, float] | None = None, rate: float = 0.0) -> None:
+        def put(
+            label: int,
+            ball: bool,
+            half: tuple[float, float, float],
+            swing: tuple[float, float] = (0.0, 0.0),
+            at: tuple[float, float] | None = None,
+            rate: float = 0.0,
+        ) -> None:
             low, high = CELL + 0.4, BLOCK - 0.4
             reach = np.array([half[0] + swing[0], half[2] + swing[1]])
             spot = np.array(at) if at else generator.uniform(low + reach, np.maximum(low + reach, high - reach))
@@ -107,7 +126,11 @@ class Scene:
         if self.is_water(np.array([x]), np.array([z]))[0]:
             pass
         elif kind < 0.3:
-            put(BUILDING, False, (generator.uniform(1.2, 2.2), generator.uniform(1.0, 1.75), generator.uniform(1.2, 2.2)))
+            put(
+                BUILDING,
+                False,
+                (generator.uniform(1.2, 2.2), generator.uniform(1.0, 1.75), generator.uniform(1.2, 2.2)),
+            )
         elif kind < 0.55:
             for _ in range(int(generator.integers(2, 4))):
                 radius = generator.uniform(0.7, 1.3)
@@ -202,8 +225,10 @@ def camera_path(seed: list[int], frames: int) -> list[Pose]:
     place = start + np.cumsum(step, axis=0) - step[:1]
     eye = 5.2 + 0.4 * np.sin(0.5 * seconds + phase[1])
     pitch = 0.34 + 0.04 * np.sin(0.6 * seconds + phase[2])
-    return [Pose(np.array([x, y, z]), float(turn), float(tilt), float(time))
-            for (x, z), y, turn, tilt, time in zip(place, eye, yaw, pitch, seconds)]
+    return [
+        Pose(np.array([x, y, z]), float(turn), float(tilt), float(time))
+        for (x, z), y, turn, tilt, time in zip(place, eye, yaw, pitch, seconds, strict=True)
+    ]
 
 
 class Film:
@@ -256,5 +281,5 @@ class Film:
 
 def stacked(pictures: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
     """Depth and ids of several frames, each `[F, H, W]`; sky (inf) becomes 0, as a depth pass writes it."""
-    depth, ids = (np.stack(part) for part in zip(*pictures))
+    depth, ids = (np.stack(part) for part in zip(*pictures, strict=True))
     return np.where(np.isinf(depth), np.float32(0), depth), ids

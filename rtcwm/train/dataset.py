@@ -1,7 +1,7 @@
 """Samples, windows and the order they are visited in.
 
-A sample is a span (clip, j): six chunks from chunk j. The set of samples, the held-out clips and the order are functions
-of the clips and the seed alone, equal on every rank and for every number of ranks.
+A sample is a span (clip, j): six chunks from chunk j. The set of samples, the held-out clips and the order are
+functions of the clips and the seed alone, equal on every rank and for every number of ranks.
 """
 
 from collections import Counter
@@ -18,12 +18,28 @@ from torch import Tensor
 from rtcwm.data.clips import STREAM, Clip
 from rtcwm.errors import UserError
 from rtcwm.model.layout import (
-    AUDIO_CHANNELS, AUDIO_LATENT_CHANNELS, CHUNK_LATENTS, SPAN_CHUNKS, audio_latents, frames_of)
+    AUDIO_CHANNELS,
+    AUDIO_LATENT_CHANNELS,
+    CHUNK_LATENTS,
+    SPAN_CHUNKS,
+    audio_latents,
+    frames_of,
+)
 from rtcwm.model.packing import Window
 from rtcwm.train.order import EpochSampler, Visit
 
-__all__ = ["EpochSampler", "Samples", "Visit", "draw_start", "list_samples", "load_window", "silence", "spans",
-           "start_frames", "stream_chunks"]
+__all__ = [
+    "EpochSampler",
+    "Samples",
+    "Visit",
+    "draw_start",
+    "list_samples",
+    "load_window",
+    "silence",
+    "spans",
+    "start_frames",
+    "stream_chunks",
+]
 
 SILENCE = "silence.safetensors"
 
@@ -85,9 +101,11 @@ def hold_out(clips: Sequence[Clip], val_clips: int, seed: int) -> set[str]:
             break
         held.add(str(episode))
     if held and len(held) == len(sizes):
-        raise UserError(f"--val-clips {val_clips} would hold out every clip: the {len(clips)} clips belong to {len(sizes)} "
-                        f"episode(s), and the clips of one episode share a scene and move together; ask for fewer, use "
-                        "--val-clips 0, or add clips of other episodes")
+        raise UserError(
+            f"--val-clips {val_clips} would hold out every clip: the {len(clips)} clips belong to {len(sizes)} "
+            f"episode(s), and the clips of one episode share a scene and move together; ask for fewer, use "
+            "--val-clips 0, or add clips of other episodes"
+        )
     return held
 
 
@@ -110,8 +128,10 @@ def list_samples(clips: Sequence[Clip], val_clips: int, seed: int) -> Samples:
             train += [(index, first) for first in kept]
             dropped += others
     if not train:
-        raise UserError(f"no span of {SPAN_CHUNKS} chunks is left to train on in {len(clips)} clips (dropped: "
-                        f"{dict(dropped)}): use longer clips, fewer flags or start frames nearer the beginning")
+        raise UserError(
+            f"no span of {SPAN_CHUNKS} chunks is left to train on in {len(clips)} clips (dropped: "
+            f"{dict(dropped)}): use longer clips, fewer flags or start frames nearer the beginning"
+        )
     return Samples(tuple(train), tuple(clip for clip in clips if clip.episode in episodes), dict(dropped))
 
 
@@ -132,8 +152,10 @@ def finite(tensor: Tensor, clip: Clip, path: Path, name: str) -> Tensor:
     tensor = tensor.float()[None]
     if not torch.isfinite(tensor).all():
         bad = int((~torch.isfinite(tensor)).sum())
-        raise UserError(f"clip {clip.id}: {bad} of {tensor.numel()} values of `{name}` read from {path} are not finite: "
-                        "encode the clip again, or flag these chunks in its clip.json")
+        raise UserError(
+            f"clip {clip.id}: {bad} of {tensor.numel()} values of `{name}` read from {path} are not finite: "
+            "encode the clip again, or flag these chunks in its clip.json"
+        )
     return tensor
 
 
@@ -169,18 +191,22 @@ def silence(clips_root: Path | None, latents: int) -> Tensor:
         with safe_open(path, framework="pt") as file:
             audio = file.get_tensor("audio").float()
     except (OSError, SafetensorError) as fault:
-        raise UserError(f"{path} cannot be read ({fault}); expected `audio [{AUDIO_CHANNELS}, n, {AUDIO_LATENT_CHANNELS}]`"
-                        ) from fault
+        raise UserError(
+            f"{path} cannot be read ({fault}); expected `audio [{AUDIO_CHANNELS}, n, {AUDIO_LATENT_CHANNELS}]`"
+        ) from fault
     if audio.ndim != 3 or audio.shape[::2] != (AUDIO_CHANNELS, AUDIO_LATENT_CHANNELS) or audio.shape[1] < latents:
-        raise UserError(f"{path}: `audio` has shape {list(audio.shape)}, expected [{AUDIO_CHANNELS}, n, "
-                        f"{AUDIO_LATENT_CHANNELS}] with n >= {latents}: encode a longer silence")
+        raise UserError(
+            f"{path}: `audio` has shape {list(audio.shape)}, expected [{AUDIO_CHANNELS}, n, "
+            f"{AUDIO_LATENT_CHANNELS}] with n >= {latents}: encode a longer silence"
+        )
     if not torch.isfinite(audio).all():
         raise UserError(f"{path}: `audio` holds values that are not finite: encode the silence again")
     return audio[:, :latents].reshape(1, -1, AUDIO_LATENT_CHANNELS)
 
 
-def load_window(clip: Clip, first: int, start: int, chunks: int = SPAN_CHUNKS, picture1: str = "native",
-                latents: int | None = None) -> Window:
+def load_window(
+    clip: Clip, first: int, start: int, chunks: int = SPAN_CHUNKS, picture1: str = "native", latents: int | None = None
+) -> Window:
     """Clean latents and conditions of one window, batch 1, fp32, on the CPU. Reads only the window's bytes.
 
     Args:
@@ -197,21 +223,27 @@ def load_window(clip: Clip, first: int, start: int, chunks: int = SPAN_CHUNKS, p
     count = chunks * CHUNK_LATENTS if latents is None else latents
     begin = first * CHUNK_LATENTS
     if first < 0 or count < 1 or begin + count > clip.chunks * CHUNK_LATENTS:
-        raise UserError(f"clip {clip.id}: a window of {count} latents from chunk {first} does not fit its {clip.chunks} "
-                        "chunks")
+        raise UserError(
+            f"clip {clip.id}: a window of {count} latents from chunk {first} does not fit its {clip.chunks} chunks"
+        )
     if start not in clip.starts:
         raise UserError(f"clip {clip.id} has no start frame {start}, only {clip.starts}")
     if picture1 not in ("native", "2048"):
-        raise UserError(f"picture1 is {picture1!r}, expected \"native\" or \"2048\"")
+        raise UserError(f'picture1 is {picture1!r}, expected "native" or "2048"')
     stream, opening = clip.path / STREAM, clip.start_file(start)
     video, proxy = read(stream, ("video", "proxy"), slice(begin, begin + count))
     name = f"picture1_{picture1}"
     with safe_open(opening, framework="pt") as file:
         if name not in file.keys():
-            raise UserError(f"clip {clip.id}: {opening.name} has no `{name}`: prepare the clips with it, or choose "
-                            "picture1 native")
+            raise UserError(
+                f"clip {clip.id}: {opening.name} has no `{name}`: prepare the clips with it, or choose picture1 native"
+            )
     picture, text, tags = read(opening, (name, "text", "text_tags"))
     return Window(
-        video=finite(video, clip, stream, "video"), proxy=finite(proxy, clip, stream, "proxy"),
-        picture1=finite(picture, clip, opening, name), text=finite(text, clip, opening, "text"),
-        text_tags=tags.long(), audio=silence(clip.path.parent, audio_latents(frames_of(count))))
+        video=finite(video, clip, stream, "video"),
+        proxy=finite(proxy, clip, stream, "proxy"),
+        picture1=finite(picture, clip, opening, name),
+        text=finite(text, clip, opening, "text"),
+        text_tags=tags.long(),
+        audio=silence(clip.path.parent, audio_latents(frames_of(count))),
+    )

@@ -38,8 +38,10 @@ class EpochSampler:
             UserError: fewer samples than ranks.
         """
         if samples < ranks:
-            raise UserError(f"{samples} training samples cannot be shared by {ranks} ranks: every rank needs one a step; "
-                            "use fewer GPUs, more clips, or fewer held-out clips")
+            raise UserError(
+                f"{samples} training samples cannot be shared by {ranks} ranks: every rank needs one a step; "
+                "use fewer GPUs, more clips, or fewer held-out clips"
+            )
         self.samples, self.ranks, self.seed = samples, ranks, seed
         self.cursor = 0  # places taken so far, wrapped ones not counted
 
@@ -73,8 +75,10 @@ class EpochSampler:
         """
         for name in ("samples", "seed"):
             if state[name] != getattr(self, name):
-                raise UserError(f"the saved run had {name} = {state[name]}, this one has {getattr(self, name)}: resume with "
-                                "the same clips, --val-clips and --seed, or start a new run")
+                raise UserError(
+                    f"the saved run had {name} = {state[name]}, this one has {getattr(self, name)}: resume with "
+                    "the same clips, --val-clips and --seed, or start a new run"
+                )
         self.cursor = state["cursor"]
 
 
