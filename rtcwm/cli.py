@@ -5,10 +5,10 @@ import sys
 from jsonargparse import auto_cli
 
 from rtcwm import __version__
-from rtcwm.data.make import world
+from rtcwm.data.make import main_world
 from rtcwm.errors import UserError
 
-COMMANDS = {"world": world}
+COMMANDS = {"world": main_world}
 
 
 def main() -> None:
@@ -16,7 +16,8 @@ def main() -> None:
     try:
         auto_cli(COMMANDS, prog="rtcwm", description=f"rtcwm {__version__}", as_positional=False)
     except UserError as error:
-        sys.exit(f"rtcwm: error: {error}")
+        print(f"rtcwm: error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rtcwm.data.clips import Clip, open_clips, write_world
-from rtcwm.data.codec import default_codec
+from rtcwm.data.clips import Clip, open_clips
+from rtcwm.data.codec import load_codec
+from rtcwm.data.make import write_world
 from rtcwm.engine.base import shard_group_size
 from rtcwm.engine.settings import (
     AdapterSettings,
@@ -31,6 +32,7 @@ from rtcwm.model.lora import AdapterShape
 from rtcwm.train.config import TrainConfig
 from rtcwm.train.dataset import EpochSampler, list_samples, load_window, start_frames
 from rtcwm.train.folder import RunFolder
+from rtcwm.train.order import permutation
 
 DEFAULT_RANK = 128
 EMBEDDED_CLIPS, EMBEDDED_CHUNKS = 12, 16
@@ -107,7 +109,7 @@ def clip_root(world: World, config: TrainConfig) -> Path:
 
     def make() -> None:
         if world.local_rank == 0:
-            write_world(root, clips=EMBEDDED_CLIPS, chunks=EMBEDDED_CHUNKS, quiet=not world.is_main)
+            write_world(root, EMBEDDED_CLIPS, EMBEDDED_CHUNKS, seed=0)
 
     world.on_all(make)
     return root
@@ -146,7 +148,7 @@ def _plan(world: World, config: TrainConfig, root: Path) -> Plan:
     listed = list_samples(clips, config.val_clips, config.seed)
     samples = tuple((clips[index], first) for index, first in listed.train)
     if config.max_samples is not None:
-        order = EpochSampler(len(samples), 1, config.seed).permutation(0)
+        order = permutation(len(samples), config.seed, epoch=0)
         samples = tuple(samples[index] for index in order[: config.max_samples])
     EpochSampler(len(samples), world.size, config.seed)
     first_clip, first = samples[0]
@@ -183,7 +185,7 @@ def _adapter_shape(config: TrainConfig, source: BaseSource) -> AdapterShape:
 def check_codec(config: TrainConfig, clips: Sequence[Clip]) -> str:
     """The hash of the codec that made the clips, held against the base's and the initial adapter's; `UserError`."""
     codec = clips[0].codec
-    embedded = default_codec().identity
+    embedded = load_codec().identity
     if config.base == "embedded" and codec["hash"] != embedded["hash"]:
         raise UserError(
             f"clip {clips[0].id} was made by codec {codec}, the embedded base reads {embedded}: make the clips again with "

@@ -126,7 +126,7 @@ class Trainer:
 
     def _forward_backward(self) -> torch.Tensor:
         """One micro-step: a sample's loss and its gradient. Returns the loss, detached."""
-        visit = self.sampler.take(self.world.rank)
+        visit = self.sampler.next(self.world.rank)
         clip, first = self.plan.samples[visit.sample]
         start = draw_start(clip, first, self.streams.own("start frame", visit.position))
         window = load_window(clip, first, start, picture1=self.config.picture1).to(self.world.device)

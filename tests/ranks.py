@@ -1,0 +1,77 @@
+"""Runs a test's function on several real ranks: processes of one machine, joined by gloo.
+
+A fork server imports the heavy packages once and runs nothing itself, so a world of two costs a second instead of ten.
+Each rank calls ``function(world, *arguments)``; the results come back in the order of ranks.
+"""
+
+import io
+import multiprocessing
+import os
+import queue
+import socket
+import traceback
+from collections.abc import Callable
+
+import torch
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    ["torch", "deepspeed", "rtcwm.engine.base", "rtcwm.engine.adapter", "rtcwm.engine.checkpoint", "rtcwm.model.blocks"]
+)
+SECONDS = 180
+
+
+class RankError(AssertionError):
+    """A rank raised; the message is its traceback."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_ranks(size: int, function: Callable, *arguments: object, local_size: int | None = None) -> list:
+    """Calls a module-level function on ``size`` ranks; raises `RankError` with the first failing rank's traceback."""
+    results, port = CONTEXT.Queue(), free_port()
+    processes = [
+        CONTEXT.Process(target=_rank, args=(rank, size, local_size or size, port, results, function, arguments))
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    outcomes = {}
+    try:
+        for _ in processes:
+            rank, value, failure = results.get(timeout=SECONDS)
+            if failure:
+                raise RankError(f"rank {rank}:\n{failure}")
+            outcomes[rank] = torch.load(io.BytesIO(value), weights_only=False)
+    except queue.Empty:
+        raise RankError(f"ranks {sorted(set(range(size)) - set(outcomes))} gave no result in {SECONDS} s") from None
+    finally:
+        for process in processes:
+            process.join(timeout=5)
+            process.kill()
+    return [outcomes[rank] for rank in range(size)]
+
+
+def _rank(rank: int, size: int, local_size: int, port: int, results, function: Callable, arguments: tuple) -> None:
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank % local_size),
+        "LOCAL_WORLD_SIZE": str(local_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "RTCWM_TIMEOUT_SECONDS": "60",
+    }  # fmt: skip
+    torch.set_num_threads(1)
+    try:
+        from rtcwm.engine.world import World
+
+        # As bytes: a tensor in the queue would be shared memory that dies with this process.
+        value = io.BytesIO()
+        torch.save(function(World.start(), *arguments), value)
+        results.put((rank, value.getvalue(), None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+    else:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
