@@ -1,0 +1,25 @@
+"""Fixtures that several test files share: a small embedded world on disk and a small base config."""
+
+import json
+from pathlib import Path
+
+import pytest
+from small import CONFIG
+
+from rtcwm.data.make import write_world
+
+
+@pytest.fixture(scope="session")
+def clips_root(tmp_path_factory) -> Path:
+    """Six clips of three episodes, eight chunks each, 96 x 64 pixels."""
+    root = tmp_path_factory.mktemp("world") / "clips"
+    write_world(root, clips=6, chunks=8, seed=1, height=64, width=96, episodes=3, processes=1)
+    return root
+
+
+@pytest.fixture(scope="session")
+def base_config(tmp_path_factory) -> Path:
+    """Config of a base of two narrow blocks that takes the embedded world's text."""
+    path = tmp_path_factory.mktemp("base") / "small_base.json"
+    path.write_text(json.dumps(CONFIG | {"text_dim": 64}))
+    return path
