@@ -24,17 +24,24 @@ CODEC = {"name": "test", "hash": "aa"}
 
 def start(value: float = 0.0, text_width: int = 7) -> Start:
     tags = torch.tensor([1, 0, 1])
-    return Start(torch.full((24, 1, 2, 4), value), torch.full((3, text_width), value), tags, "[0.00s] one\r\n[0.71s] two")
+    return Start(
+        torch.full((24, 1, 2, 4), value), torch.full((3, text_width), value), tags, "[0.00s] one\r\n[0.71s] two"
+    )
 
 
 def small_clip(root, name="one", chunks=3, **changed):
     latents = torch.arange(24 * 5 * chunks * 8, dtype=torch.float32).reshape(24, 5 * chunks, 2, 4) % 97
-    given = dict(video=latents, proxy=latents[..., :1, :3], starts={0: start(), 2: start(2.0)}, episode="e", codec=CODEC)
+    given = dict(
+        video=latents, proxy=latents[..., :1, :3], starts={0: start(), 2: start(2.0)}, episode="e", codec=CODEC
+    )
     return write_clip(root, name, **given | changed)
 
 
 def test_a_written_clip_is_read_back(tmp_path):
-    flags = [{"first_chunk": 1, "last_chunk": 2, "reason": "dark"}, {"first_chunk": 2, "last_chunk": 2, "reason": "late"}]
+    flags = [
+        {"first_chunk": 1, "last_chunk": 2, "reason": "dark"},
+        {"first_chunk": 2, "last_chunk": 2, "reason": "late"},
+    ]
     path = small_clip(tmp_path, flagged=flags)
     (clip,) = open_clips(tmp_path)
     assert (clip.id, clip.path, clip.chunks, clip.episode, clip.starts) == ("one", path, 3, "e", (0, 2))
@@ -53,7 +60,9 @@ def test_a_written_clip_is_read_back(tmp_path):
 
 def test_bf16_stays_bf16_and_a_clip_is_replaced_whole(tmp_path):
     small_clip(tmp_path)
-    path = small_clip(tmp_path, video=torch.zeros(24, 5, 2, 4).bfloat16(), proxy=torch.zeros(24, 5, 1, 3), starts={0: start()})
+    path = small_clip(
+        tmp_path, video=torch.zeros(24, 5, 2, 4).bfloat16(), proxy=torch.zeros(24, 5, 1, 3), starts={0: start()}
+    )
     assert sorted(os.listdir(path)) == ["clip.json", "start_0.safetensors", "stream.safetensors"]
     found = tensors(path / "stream.safetensors")
     assert found["video"].dtype == torch.bfloat16 and found["proxy"].dtype == torch.float16
@@ -96,10 +105,22 @@ DAMAGES = [
     (lambda clip: cut(clip / "start_2.safetensors", 300), "start_2.safetensors is truncated"),
     (lambda clip: change(clip / "stream.safetensors", proxy=None), "no tensor `proxy`"),
     (lambda clip: change(clip / "stream.safetensors", video=torch.zeros(24, 15, 2, 4)), "`video` is stored as F32"),
-    (lambda clip: change(clip / "start_0.safetensors", picture1_native=torch.zeros(24, 1, 4, 4).half()), r"\[1, 2, 4\]"),
-    (lambda clip: change(clip / "start_0.safetensors", text_tags=torch.zeros(2).long()), r"expected `text \[n, width\]`"),
-    (lambda clip: change(clip / "start_0.safetensors", text_tags=torch.tensor([0, 1, 2])), r"holds \[0, 1, 2\], expected 0"),
-    (lambda clip: change(clip / "start_0.safetensors", picture1_2048=torch.zeros(24, 2, 4, 4).half()), "2 latents, expected 1"),
+    (
+        lambda clip: change(clip / "start_0.safetensors", picture1_native=torch.zeros(24, 1, 4, 4).half()),
+        r"\[1, 2, 4\]",
+    ),
+    (
+        lambda clip: change(clip / "start_0.safetensors", text_tags=torch.zeros(2).long()),
+        r"expected `text \[n, width\]`",
+    ),
+    (
+        lambda clip: change(clip / "start_0.safetensors", text_tags=torch.tensor([0, 1, 2])),
+        r"holds \[0, 1, 2\], expected 0",
+    ),
+    (
+        lambda clip: change(clip / "start_0.safetensors", picture1_2048=torch.zeros(24, 2, 4, 4).half()),
+        "2 latents, expected 1",
+    ),
 ]
 
 
@@ -137,7 +158,9 @@ def test_mixed_clips_are_refused_by_the_odd_one(tmp_path):
 
 def test_the_world_is_what_film_codec_and_caption_give():
     clips = open_clips(small_world())
-    assert [clip.id for clip in clips] == [f"clip_{episode:06d}_{window}" for episode in range(3) for window in range(2)]
+    assert [clip.id for clip in clips] == [
+        f"clip_{episode:06d}_{window}" for episode in range(3) for window in range(2)
+    ]
     assert {(clip.id[:-2], clip.episode) for clip in clips} == {(f"clip_{e:06d}", f"world-3-{e}") for e in range(3)}
     clip = clips[3]
     assert (clip.chunks, clip.starts, clip.geometry) == (8, STARTS, Geometry(4, 6, 1, 2))
@@ -268,7 +291,10 @@ def test_the_manifest_names_its_codec(tmp_path):
 
 def test_hashing_reads_a_few_kilobytes_a_file(tmp_path, monkeypatch):
     clip = small_clip(tmp_path)
-    save_file({"video": torch.zeros(24, 5000, 2, 4).half(), "proxy": torch.zeros(24, 5000, 1, 3).half()}, clip / "stream.safetensors")
+    save_file(
+        {"video": torch.zeros(24, 5000, 2, 4).half(), "proxy": torch.zeros(24, 5000, 1, 3).half()},
+        clip / "stream.safetensors",
+    )
     count = []
 
     class Counting:
@@ -294,7 +320,9 @@ def test_hashing_reads_a_few_kilobytes_a_file(tmp_path, monkeypatch):
     assert sum(count) <= 3 * 8192
     monkeypatch.undo()
     assert manifest.clip_hash(clip) == before
-    with open(clip / "stream.safetensors", "r+b") as file:  # a damage of 1/64 of the file cannot hide between the samples
+    with open(
+        clip / "stream.safetensors", "r+b"
+    ) as file:  # a damage of 1/64 of the file cannot hide between the samples
         size = file.seek(0, 2)
         file.seek(size // 3)
         file.write(b"\1" * (size // 60))
