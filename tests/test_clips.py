@@ -56,6 +56,7 @@ def test_a_written_clip_is_read_back(tmp_path):
     description = json.loads((path / "clip.json").read_text())
     assert (description["frames"], description["fps"], description["chunks"]) == (51, 24, 3)
     assert os.listdir(tmp_path) == ["one"]
+    assert {file.stat().st_mode & 0o666 for file in path.iterdir()} == {path.stat().st_mode & 0o666}
 
 
 def test_bf16_stays_bf16_and_a_clip_is_replaced_whole(tmp_path):
@@ -269,7 +270,10 @@ def test_the_manifest_tells_changed_clips(tmp_path):
     shutil.rmtree(clip)
     shutil.copytree(small_world() / "clip_000001_0", clip)
     open_clips(root)
-    (clip / "start_5.safetensors").unlink()
+    (clip / "start_5.safetensors").rename(clip / "start_6.safetensors")
+    with pytest.raises(UserError, match="clip clip_000001_0 has changed"):
+        open_clips(root)
+    (clip / "start_6.safetensors").unlink()
     with pytest.raises(UserError, match="clip clip_000001_0 has changed"):
         open_clips(root)
 

@@ -1,0 +1,242 @@
+"""What the cache keeps: unrotated, unchanged, as little as stated, and read back in the right slots."""
+
+import gc
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from diffusers import MiniMaxH3Transformer3DModel
+from small import CONFIG, GEOMETRY, random_window, small_model
+from stream_reference import CPU, PROXY_ROWS, STATIC_ROWS, TARGET_ROWS, noise, positions, request, rotated
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from rtcwm.model.attention import Kernel, install
+from rtcwm.model.cache import Cache, Piece, Place, Store, rollout_memory, window_start
+from rtcwm.model.layout import RELEASED
+from rtcwm.model.masks import boolean_mask
+from rtcwm.model.packing import PROXY, STATIC, TARGET, stream_layout
+from rtcwm.model.sampler import SamplerConfig, Stream, rollout
+
+ROW_BYTES = 2 * 2 * 64 * 4  # keys and values of two blocks, 2 heads x 32 channels, float32
+CONFIGS = [SamplerConfig(steps=2), SamplerConfig(steps=2, kv_reuse=False)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = small_model()
+    install(model, CPU)
+    return model
+
+
+@pytest.fixture(scope="module")
+def layout():
+    return random_window(latents=30).layout(stream=True)
+
+
+def opened(model, config, chunks, kernel=CPU):
+    conditions, proxy = request(chunks)
+    return Stream(model, kernel, conditions, config, noise), proxy.split(5, dim=2)
+
+
+# Who reads what
+
+
+def test_windows():
+    assert [window_start(chunk) for chunk in (0, 4, 5, 6, 13)] == [0, 0, 0, 1, 8]
+
+
+@pytest.mark.parametrize("rule", ["E", "own", "ahead1"])
+def test_pieces_are_read_as_the_mask_says(layout, rule):
+    """Within a span, piece by piece, against the boolean mask of its rows."""
+    mask = boolean_mask(layout, rule)
+    pieces = [(STATIC, -1), *((part, chunk) for chunk in range(6) for part in (PROXY, TARGET))]
+    row = {piece: int(((layout.part == piece[0]) & (layout.chunk == piece[1])).nonzero()[0]) for piece in pieces}
+    for query in pieces:
+        for key in pieces:
+            assert Place(*query, first=0).reads(*key, rule) == bool(mask[row[query], row[key]]), (query, key)
+
+
+@pytest.mark.parametrize("rule", ["E", "own"])
+def test_nothing_before_the_window_is_read(rule):
+    for part in (PROXY, TARGET):
+        place = Place(part, 9, first=4)
+        assert place.slot_of(9) == 5 and place.slot_of(4) == 0 and place.slot_of(-1) == 0
+        assert not any(place.reads(kind, chunk, rule) for kind in (PROXY, TARGET) for chunk in range(4))
+
+
+# Keys in their slots
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_keys_are_rotated_to_their_slots(model, config):
+    """The keys that reach the kernel after the window has slid twice, against unrotated keys moved by 85/3 a chunk."""
+    seen = []
+
+    def record(q, k, v):
+        seen.append((q, k, v))
+        return CPU.fn(q, k, v)
+
+    stream, proxies = opened(model, config, 8, Kernel("recorded", record, ""))
+    for proxy in proxies:
+        del seen[:]
+        stream.next_chunk(proxy)
+    order = [(piece.part, piece.chunk) for piece in stream.cache.pieces]
+    assert sorted(order) == sorted([(STATIC, -1), *((PROXY, k) for k in range(2, 8)), *((TARGET, k) for k in range(2, 7))])
+    for block in range(2):
+        _, keys, values = seen[block - 2]  # the last two calls: both blocks of the last step of chunk 7
+        expected = [
+            rotated(piece.keys[block], positions(piece.part, max(0, piece.chunk - 2)), model.rope.inv_freq)
+            for piece in stream.cache.pieces
+        ]
+        torch.testing.assert_close(keys[:, :-TARGET_ROWS], torch.cat(expected, dim=1), rtol=1e-4, atol=1e-4)
+        kept = torch.cat([piece.values[block] for piece in stream.cache.pieces], dim=1)
+        assert torch.equal(values[:, :-TARGET_ROWS], kept)
+
+
+def test_queries_sit_in_the_last_slot(model):
+    """Own keys and queries of chunk 9 are at slot 5, not at the ninth."""
+    seen = []
+
+    def record(q, k, v):
+        seen.append((q, k))
+        return CPU.fn(q, k, v)
+
+    unrotated = []
+    stream, proxies = opened(model, SamplerConfig(steps=1), 10, Kernel("recorded", record, ""))
+    handle = model.transformer_blocks[0].attn.norm_q.register_forward_hook(lambda *args: unrotated.append(args[2]))
+    for proxy in proxies:
+        stream.next_chunk(proxy)
+    handle.remove()
+    expected = rotated(unrotated[-1], positions(TARGET, 5), model.rope.inv_freq)
+    torch.testing.assert_close(seen[-2][0], expected, rtol=1e-4, atol=1e-4)
+
+
+# Nothing is written in place
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_pieces_never_change(model, config):
+    stream, proxies = opened(model, config, 12)
+    known: dict[int, tuple[Piece, list[torch.Tensor], list[int]]] = {}
+    for proxy in proxies:
+        stream.next_chunk(proxy)
+        for piece in stream.cache.pieces:
+            tensors = [*piece.keys, *piece.values]
+            known.setdefault(id(piece), (piece, [x.clone() for x in tensors], [x._version for x in tensors]))
+    made = 1 + (12 + 11 if config.kv_reuse else sum(2 * min(k, 5) + 1 for k in range(12)))
+    assert len(known) == made
+    for piece, contents, versions in known.values():
+        for tensor, content, version in zip((*piece.keys, *piece.values), contents, versions, strict=True):
+            assert tensor._version == version and torch.equal(tensor, content)
+
+
+def test_a_piece_owns_its_memory(model):
+    """No piece is a view of fused projections or of a neighbour, which it would keep alive."""
+    stream, proxies = opened(model, SamplerConfig(steps=1), 3)
+    for proxy in proxies:
+        stream.next_chunk(proxy)
+    tensors = [x for piece in stream.cache.pieces for x in (*piece.keys, *piece.values)]
+    assert len({x.untyped_storage().data_ptr() for x in tensors}) == len(tensors)
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in tensors)
+
+
+def test_stored_keys_carry_no_graph():
+    store = Store([Place(STATIC, -1, 0)], [3], blocks=1)
+    x = torch.zeros(1, 3, 2, 4)
+    with pytest.raises(RuntimeError, match="no_grad"):
+        store.put(0, x.clone().requires_grad_(), x)
+    with pytest.raises(RuntimeError, match="attention processor"):
+        store.pieces()
+
+
+# Memory
+
+
+def test_window_of_the_live_cache(model):
+    """Static rows, the proxies of the window and its finished targets; nothing grows with the stream."""
+    stream, proxies = opened(model, SamplerConfig(steps=1), 14)
+    for chunk, proxy in enumerate(proxies):
+        stream.next_chunk(proxy)
+        history = min(chunk, 5)
+        rows = STATIC_ROWS + (history + 1) * PROXY_ROWS + history * TARGET_ROWS
+        assert stream.cache.bytes == rows * ROW_BYTES
+
+
+def test_dropped_pieces_are_freed(model):
+    stream, proxies = opened(model, SamplerConfig(steps=1), 9)
+    alive = {}
+    for proxy in proxies:
+        stream.next_chunk(proxy)
+        alive |= {(piece.part, piece.chunk): weakref.ref(piece.keys[0]) for piece in stream.cache.pieces}
+    gc.collect()
+    kept = {label for label, reference in alive.items() if reference() is not None}
+    assert kept == {(STATIC, -1), *((PROXY, k) for k in range(3, 9)), *((TARGET, k) for k in range(3, 8))}
+
+
+class Tracker(TorchDispatchMode):
+    """Bytes of all tensor memory that was made under it and is still alive, in Python or in a graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.live: dict[weakref.ref, int] = {}
+        self.known = weakref.WeakSet()
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        given = {x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                if storage not in given and storage not in self.known:
+                    self.known.add(storage)
+                    self.live[weakref.ref(storage, lambda ref: self.live.pop(ref, None))] = storage.nbytes()
+        self.peak = max(self.peak, self.bytes)
+        return out
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.live.values())
+
+
+def checkpointed(block, hidden, *rest):
+    hidden = hidden.detach().requires_grad_() if not hidden.requires_grad else hidden
+    return checkpoint(block, hidden, *rest, use_reentrant=False)
+
+
+WIDE = dict(geometry=type(GEOMETRY)(8, 12, 3, 3), picture=(4, 6))  # 24 target rows a latent: a chunk outweighs the rest
+
+
+def wide_request(chunks):
+    from rtcwm.model.sampler import Conditions
+
+    return Conditions.of(random_window(30, **WIDE)), random_window(5 * chunks, **WIDE, seed=2).proxy
+
+
+def alive_after(model, config, chunks, graphs, keep=None):
+    """(bytes alive after a rollout beyond its latents, peak bytes during it, the chunks)."""
+    conditions, proxy = wide_request(chunks)
+    conditions, proxy = conditions, proxy.clone()
+    gc.collect()
+    with Tracker() as tracker:
+        hooks = dict(graph_run=checkpointed) if keep is None else dict(graph_run=checkpointed, run=keep)
+        latents = rollout(model, CPU, conditions, proxy, config, noise, [1] * chunks, graphs, **hooks)
+        gc.collect()
+        return tracker.bytes - sum(x.nbytes for x in latents), tracker.peak, latents, tracker
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("graphs", [(), (3,), (6, 7, 8), (2, 9)])
+def test_what_a_rollout_keeps_alive(model, config, graphs):
+    """Measured against stated: keys, values and block inputs of graph chunks. Half a chunk's cache is the slack, so that
+    a leak of one chunk fails; after backward, only the latents are left."""
+    chunks = 10
+    layout = random_window(30, **WIDE).layout(stream=True)
+    stated = rollout_memory(model, layout, chunks, graphs, config.kv_reuse)
+    a_chunk = ROW_BYTES * layout.target_chunk
+    measured, peak, latents, tracker = alive_after(model, config, chunks, graphs)
+    small = len(graphs) * 0.35 * a_chunk  # per graph: states, velocities, head, angles of one chunk
+    print(graphs, config.kv_reuse, (measured - stated.graphs - stated.inputs) / a_chunk, (peak - stated.peak - stated.inputs) / a_chunk)

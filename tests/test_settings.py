@@ -1,0 +1,153 @@
+"""The two DeepSpeed JSON files and the programs' settings: what is taken, and what is refused by name."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from rtcwm.engine.settings import default_base_config, read_adapter_settings, read_base_settings, shipped_config
+from rtcwm.engine.world import _option
+from rtcwm.errors import UserError
+from rtcwm.train.config import TrainConfig, learning_rate, parse
+
+
+def write(tmp_path, config) -> object:
+    path = tmp_path / "ds.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("name", ["base_cpu", "base_1x141gb", "base_8x80gb"])
+def test_shipped_base_configs_are_valid(name):
+    settings = read_base_settings(shipped_config(name))
+    zero = settings.deepspeed["zero_optimization"]
+    assert zero["stage"] == 3 and zero["stage3_param_persistence_threshold"] == 0
+    assert zero["leaf_module"]["classes"][0].endswith("MiniMaxH3TransformerBlock")
+    assert not {"shard_group", "activation_checkpointing"} & set(settings.deepspeed)
+    assert settings.activations.cpu_checkpointing == (name == "base_8x80gb")
+
+
+def test_shipped_adapter_config_is_the_recipe():
+    settings = read_adapter_settings(shipped_config("adapter"))
+    assert (settings.accumulation, settings.clipping) == (1, 1.0)
+    params = settings.deepspeed["optimizer"]["params"]
+    assert params == {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "torch_adam": True}
+    assert default_base_config(torch.device("cpu")).name == "base_cpu.json"
+
+
+def test_integer_betas_become_floats(tmp_path):
+    settings = read_adapter_settings(write(tmp_path, {"optimizer": {"type": "AdamW", "params": {"betas": [0, 0.999]}}}))
+    betas = settings.deepspeed["optimizer"]["params"]["betas"]
+    assert betas == [0.0, 0.999] and isinstance(betas[0], float)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "expected an object"),
+        ({"shard_groups": 2}, "unknown key 'shard_groups'"),
+        ({"bf16": {"enabled": True}}, "'bf16' is not used here"),
+        ({"optimizer": {}}, "unknown key 'optimizer'"),
+        ({"zero_optimization": {"stage": 2}}, "stage is 2"),
+        ({"zero_optimization": {"stage3_prefetch": 1}}, "zero_optimization.stage3_prefetch"),
+        ({"zero_optimization": {"memory_efficient_linear": True}}, "memory_efficient_linear has to be false"),
+        ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "remove it and set shard_group"),
+        ({"shard_group": -1}, "shard_group is -1"),
+        ({"shard_group": "node"}, "shard_group is 'node'"),
+        ({"train_micro_batch_size_per_gpu": 2}, "has to be 1"),
+        ({"activation_checkpointing": {"partition_activations": True}}, "is not applied by rtcwm"),
+        ({"activation_checkpointing": {"cpu_checkpoint": True}}, r"unknown keys \['cpu_checkpoint'\]"),
+        ({"activation_checkpointing": {"cpu_checkpointing": 1}}, "expected true or false"),
+        ({"activation_checkpointing": {"policy": "all"}}, "policy is 'all'"),
+        ({"activation_checkpointing": {"policy": "none", "cpu_checkpointing": True}}, "recomputes none"),
+    ],
+)
+def test_bad_base_configs(tmp_path, config, message):
+    path = write(tmp_path, config)
+    with pytest.raises(UserError, match=message) as caught:
+        read_base_settings(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"gradient_clip": 1.0}, "unknown key 'gradient_clip'"),
+        ({"scheduler": {}}, "'scheduler' is not used here"),
+        ({"activation_checkpointing": {}}, "unknown key 'activation_checkpointing'"),
+        ({"zero_optimization": {"stage": 3}}, "adapter engines use stage 1 or 2"),
+        ({"optimizer": {"type": "Adam"}}, "expected {'type': 'AdamW'"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}, "comes from the command line"),
+        ({"optimizer": {"type": "AdamW", "params": {"beta": []}}}, r"unknown optimizer params \['beta'\]"),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}, "expected two numbers"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0"),
+        ({"gradient_clipping": -1}, "gradient_clipping is -1"),
+    ],
+)
+def test_bad_adapter_configs(tmp_path, config, message):
+    with pytest.raises(UserError, match=message):
+        read_adapter_settings(write(tmp_path, config))
+
+
+def test_settings_come_from_flags_and_files(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("out: there\nlr: 1e-3\nval_clips: 1\n")
+    config = parse("x", TrainConfig, ["--config", str(file), "--lr", "2e-3", "--local_rank=1"])
+    assert (config.out, config.lr, config.val_clips, config.steps) == ("there", 2e-3, 1, None)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--out", "x", "--lrr", "1"], ["--out", "x", "--lr", "fast"], ["--out", "x", "--picture1", "4096"]]
+)
+def test_unknown_flags_and_types_end_with_code_2(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse("x", TrainConfig, arguments)
+    assert caught.value.code == 2
+
+
+def test_an_unknown_key_in_the_settings_file_is_named(tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text("out: there\nlearning_rate: 1e-3\n")
+    with pytest.raises(SystemExit) as caught:
+        parse("x", TrainConfig, ["--config", str(file)])
+    assert caught.value.code == 2 and "learning_rate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "--out is required"),
+        ({"steps": 0}, "--steps 0"),
+        ({"save_every": 0}, "--save-every 0"),
+        ({"warmup": -1}, "--warmup -1"),
+        ({"lr": 0.0}, "--lr 0.0"),
+        ({"lr": math.nan}, "--lr nan"),
+        ({"lr_min": 1.0}, "--lr-min 1.0"),
+        ({"level_shift": 0.5}, "--level-shift 0.5"),
+        ({"rank": 4, "init_lora": "x"}, "drop one"),
+    ],
+)
+def test_settings_that_make_no_sense(arguments, message):
+    with pytest.raises(UserError, match=message):
+        TrainConfig(**({"out": "x"} if arguments else {}) | arguments)
+
+
+def test_learning_rate_warms_up_and_ends_at_its_minimum():
+    rates = [learning_rate(step, 30, 2e-5, 1e-6, 10) for step in range(30)]
+    assert rates[:3] == pytest.approx([2e-6, 4e-6, 6e-6])
+    assert rates[9] == rates[10] == 2e-5
+    assert rates[-1] == pytest.approx(1e-6)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    middle = 1e-6 + (2e-5 - 1e-6) * (1 + math.cos(math.pi * 5 / 19)) / 2
+    assert rates[15] == pytest.approx(middle)
+    assert learning_rate(0, 5, 2e-5, 1e-6, 0) == 2e-5  # no warm-up
+    assert learning_rate(0, 1, 2e-5, 1e-6, 0) == 2e-5
+
+
+def test_launcher_options_are_found_before_the_program():
+    words = ["python3", "/venv/bin/deepspeed", "--hostfile", "hosts", "--module", "rtcwm.train.train", "--num_gpus", "3"]
+    assert _option(words, ("-H", "--hostfile")) == "hosts"
+    assert _option(words, ("--num_gpus",)) is None
+    assert _option(["python3", "deepspeed", "--hostfile=h", "x.py"], ("--hostfile",)) == "h"
