@@ -7,18 +7,18 @@ from functools import partial
 import pytest
 import torch
 from diffusers import MiniMaxH3Transformer3DModel
-from small import CONFIG, GEOMETRY, random_window, small_model
+from small import CONFIG, random_window, small_model
 from stream_reference import CPU, PROXY_ROWS, STATIC_ROWS, TARGET_ROWS, noise, positions, request, rotated
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from rtcwm.model.attention import Kernel, install
-from rtcwm.model.cache import Cache, Piece, Place, Store, rollout_memory, window_start
-from rtcwm.model.layout import RELEASED
+from rtcwm.model.cache import Piece, Place, Store, rollout_memory, window_start
+from rtcwm.model.layout import RELEASED, Geometry
 from rtcwm.model.masks import boolean_mask
 from rtcwm.model.packing import PROXY, STATIC, TARGET, stream_layout
-from rtcwm.model.sampler import SamplerConfig, Stream, rollout
+from rtcwm.model.sampler import Conditions, SamplerConfig, Stream, rollout
 
 ROW_BYTES = 2 * 2 * 64 * 4  # keys and values of two blocks, 2 heads x 32 channels, float32
 CONFIGS = [SamplerConfig(steps=2), SamplerConfig(steps=2, kv_reuse=False)]
@@ -83,8 +83,8 @@ def test_keys_are_rotated_to_their_slots(model, config):
     for proxy in proxies:
         del seen[:]
         stream.next_chunk(proxy)
-    order = [(piece.part, piece.chunk) for piece in stream.cache.pieces]
-    assert sorted(order) == sorted([(STATIC, -1), *((PROXY, k) for k in range(2, 8)), *((TARGET, k) for k in range(2, 7))])
+    held = {(piece.part, piece.chunk) for piece in stream.cache.pieces}
+    assert held == {(STATIC, -1), *((PROXY, k) for k in range(2, 8)), *((TARGET, k) for k in range(2, 7))}
     for block in range(2):
         _, keys, values = seen[block - 2]  # the last two calls: both blocks of the last step of chunk 7
         expected = [
@@ -92,8 +92,8 @@ def test_keys_are_rotated_to_their_slots(model, config):
             for piece in stream.cache.pieces
         ]
         torch.testing.assert_close(keys[:, :-TARGET_ROWS], torch.cat(expected, dim=1), rtol=1e-4, atol=1e-4)
-        kept = torch.cat([piece.values[block] for piece in stream.cache.pieces], dim=1)
-        assert torch.equal(values[:, :-TARGET_ROWS], kept)
+        stored = torch.cat([piece.values[block] for piece in stream.cache.pieces], dim=1)
+        assert torch.equal(values[:, :-TARGET_ROWS], stored)
 
 
 def test_queries_sit_in_the_last_slot(model):
@@ -172,71 +172,147 @@ def test_dropped_pieces_are_freed(model):
         stream.next_chunk(proxy)
         alive |= {(piece.part, piece.chunk): weakref.ref(piece.keys[0]) for piece in stream.cache.pieces}
     gc.collect()
-    kept = {label for label, reference in alive.items() if reference() is not None}
-    assert kept == {(STATIC, -1), *((PROXY, k) for k in range(3, 9)), *((TARGET, k) for k in range(3, 8))}
+    left = {label for label, reference in alive.items() if reference() is not None}
+    assert left == {(STATIC, -1), *((PROXY, k) for k in range(3, 9)), *((TARGET, k) for k in range(3, 8))}
 
 
 class Tracker(TorchDispatchMode):
-    """Bytes of all tensor memory that was made under it and is still alive, in Python or in a graph."""
+    """Tensor memory that was made under it and is still alive, held by Python or by a graph: bytes by shape."""
 
     def __init__(self):
         super().__init__()
-        self.live: dict[weakref.ref, int] = {}
+        self.live: dict[weakref.ref, tuple[torch.Size, int]] = {}
         self.known = weakref.WeakSet()
         self.peak = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         given = {x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
+        for made in tree_leaves(out):
+            if isinstance(made, torch.Tensor):
+                storage = made.untyped_storage()
                 if storage not in given and storage not in self.known:
                     self.known.add(storage)
-                    self.live[weakref.ref(storage, lambda ref: self.live.pop(ref, None))] = storage.nbytes()
-        self.peak = max(self.peak, self.bytes)
+                    entry = (made.shape, storage.nbytes())
+                    self.live[weakref.ref(storage, lambda ref: self.live.pop(ref, None))] = entry
         return out
 
-    @property
-    def bytes(self) -> int:
-        return sum(self.live.values())
+    def bytes(self, *tail: int) -> int:
+        """Bytes alive in tensors whose shape ends so; all of them without an argument."""
+        return sum(size for shape, size in self.live.values() if not tail or shape[-len(tail) :] == tail)
+
+    def hook(self, run):
+        """A hook that notes the most that is alive in keys and values between blocks."""
+
+        def sampled(block, hidden, *rest):
+            hidden = run(block, hidden, *rest)
+            self.peak = max(self.peak, self.bytes(*HEADS))
+            return hidden
+
+        return sampled
+
+
+HEADS = (2, 32)  # keys and values, pieces or copies, are the tensors [B, rows, 2, 32]
+WIDE = dict(geometry=Geometry(8, 12, 3, 3), picture=(4, 6))  # 24 target rows a latent: a chunk outweighs small things
+
+
+def plain(block, *args):
+    return block(*args)
+
+
+def kept(block, hidden, *rest):
+    return block(hidden if hidden.requires_grad else hidden.detach().requires_grad_(), *rest)
 
 
 def checkpointed(block, hidden, *rest):
-    hidden = hidden.detach().requires_grad_() if not hidden.requires_grad else hidden
-    return checkpoint(block, hidden, *rest, use_reentrant=False)
+    return checkpoint(kept, block, hidden, *rest, use_reentrant=False)
 
 
-WIDE = dict(geometry=type(GEOMETRY)(8, 12, 3, 3), picture=(4, 6))  # 24 target rows a latent: a chunk outweighs the rest
-
-
-def wide_request(chunks):
-    from rtcwm.model.sampler import Conditions
-
-    return Conditions.of(random_window(30, **WIDE)), random_window(5 * chunks, **WIDE, seed=2).proxy
-
-
-def alive_after(model, config, chunks, graphs, keep=None):
-    """(bytes alive after a rollout beyond its latents, peak bytes during it, the chunks)."""
-    conditions, proxy = wide_request(chunks)
-    conditions, proxy = conditions, proxy.clone()
-    gc.collect()
+def tracked(model, config, chunks, graphs, graph_run=checkpointed):
+    """A rollout of wide chunks; what is alive after it, and what is stated."""
+    conditions = Conditions.of(random_window(30, **WIDE))
+    proxy = random_window(5 * chunks, **WIDE, seed=2).proxy
+    layout = random_window(30, **WIDE).layout(stream=True)
+    stated = rollout_memory(model, layout, chunks, graphs, config.kv_reuse)
     with Tracker() as tracker:
-        hooks = dict(graph_run=checkpointed) if keep is None else dict(graph_run=checkpointed, run=keep)
-        latents = rollout(model, CPU, conditions, proxy, config, noise, [1] * chunks, graphs, **hooks)
+        hooks = (tracker.hook(plain), tracker.hook(graph_run))
+        latents = rollout(model, CPU, conditions, proxy, config, noise, [1] * chunks, graphs, *hooks)
         gc.collect()
-        return tracker.bytes - sum(x.nbytes for x in latents), tracker.peak, latents, tracker
+    return tracker, latents, stated, layout
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("graphs", [(), (3,), (6, 7, 8), (2, 9)])
 def test_what_a_rollout_keeps_alive(model, config, graphs):
-    """Measured against stated: keys, values and block inputs of graph chunks. Half a chunk's cache is the slack, so that
-    a leak of one chunk fails; after backward, only the latents are left."""
-    chunks = 10
-    layout = random_window(30, **WIDE).layout(stream=True)
-    stated = rollout_memory(model, layout, chunks, graphs, config.kv_reuse)
-    a_chunk = ROW_BYTES * layout.target_chunk
-    measured, peak, latents, tracker = alive_after(model, config, chunks, graphs)
-    small = len(graphs) * 0.35 * a_chunk  # per graph: states, velocities, head, angles of one chunk
-    print(graphs, config.kv_reuse, (measured - stated.graphs - stated.inputs) / a_chunk, (peak - stated.peak - stated.inputs) / a_chunk)
+    """Measured keys and values equal what is stated, to the byte, at the worst moment and after the rollout; a backward
+    pass frees them although the chunks live on."""
+    tracker, latents, stated, _ = tracked(model, config, 10, graphs)
+    assert tracker.bytes(*HEADS) == stated.graphs
+    assert tracker.peak == stated.peak
+    if graphs:
+        sum(latents[k].sum() for k in graphs).backward()
+        gc.collect()
+        assert tracker.bytes(*HEADS) == 0
+
+
+def test_everything_else_is_small():
+    """All memory after a rollout: keys, values, block inputs, chunks, angles; a tenth of a chunk's cache a graph."""
+    torch.manual_seed(1)
+    deep = MiniMaxH3Transformer3DModel(**CONFIG | {"num_layers": 8}).requires_grad_(False)
+    for block in [*deep.transformer_blocks, *deep.token_refiner.refiner_blocks]:
+        block.attn.fuse_projections()
+    install(deep, CPU)
+    tracker, latents, stated, layout = tracked(deep, SamplerConfig(steps=2), 10, (6, 7, 8))
+    a_chunk = 4 * ROW_BYTES * layout.target_chunk
+    angles = 2 * layout.rows * 24 * 4
+    expected = stated.graphs + stated.inputs + sum(chunk.nbytes for chunk in latents) + angles
+    assert 0 <= tracker.bytes() - expected < 0.35 * a_chunk
+
+
+def test_the_measure_sees_copies(model):
+    """Without checkpointing a graph owns copies of what it read, and the measure tells."""
+    tracker, _, stated, layout = tracked(model, SamplerConfig(steps=2), 10, (8,), graph_run=kept)
+    assert tracker.bytes(*HEADS) >= stated.graphs + ROW_BYTES * layout.target_chunk
+
+
+def test_a_leak_of_one_chunk_shows(model):
+    held = []
+
+    def leaking(block, hidden, temb, adaln_index, rotary, attend):
+        out = block(hidden, temb, adaln_index, rotary, attend)
+        if not held and len(attend.calls[0].cached) > 8:
+            held.append(attend.calls[0].cached[2])
+        return out
+
+    config, chunks = SamplerConfig(steps=2), 10
+    with Tracker() as tracker:
+        conditions, proxy = request(chunks)
+        rollout(model, CPU, conditions, proxy, config, noise, [1] * chunks, (), leaking)
+        gc.collect()
+    assert (held[0].part, tracker.bytes(*HEADS)) == (TARGET, held[0].bytes) and held[0].bytes == ROW_BYTES * TARGET_ROWS
+
+
+def test_stated_is_the_live_cache(model, layout):
+    for config in CONFIGS:
+        for chunks in (1, 4, 6, 11):
+            stream, proxies = opened(model, config, chunks)
+            for proxy in proxies:
+                stream.next_chunk(proxy)
+            assert stream.cache.bytes == rollout_memory(model, layout, chunks, (), config.kv_reuse).live
+
+
+def test_released_size():
+    """1,433,600 bytes a row over 50 blocks: 6.73 GiB a target chunk, 33.6 GiB for five chunks of history."""
+    with torch.device("meta"):
+        base = MiniMaxH3Transformer3DModel(num_layers=1).to(torch.bfloat16)
+    base.register_to_config(num_layers=50)
+    layout = stream_layout(RELEASED, (48, 84), 6, [1] * 100, 170)
+    static = 100 + 1008 + 340
+    one = rollout_memory(base, layout, 1, [0], kv_reuse=True)
+    assert one.live == one.peak == one.graphs == 1_433_600 * (static + 330)
+    assert one.inputs == 5040 * 5376 * 2 * 50
+    full = rollout_memory(base, layout, 14, range(10, 14), kv_reuse=True)
+    assert full.live == 1_433_600 * (static + 6 * 330 + 5 * 5040)
+    assert round(1_433_600 * 5 * 5040 / 2**30, 1) == 33.6
+    # Four graph chunks at the end share one window of 9: chunks 5..12 as targets, 5..13 as proxies.
+    assert full.graphs == 1_433_600 * (static + 9 * 330 + 8 * 5040)

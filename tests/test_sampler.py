@@ -137,7 +137,7 @@ def test_recomputed_is_the_window_at_any_length(model, rule, history):
 @pytest.mark.parametrize("history", HISTORIES)
 @pytest.mark.parametrize("rule", ["E", "own"])
 def test_cached_is_every_chunk_in_its_own_window(model, rule, history):
-    """What reuse means beyond six chunks: a chunk's keys come from the window it was generated in, and are only moved."""
+    """What reuse means beyond six chunks: keys come from the window a chunk was generated in, and are only moved."""
     config = SamplerConfig(steps=2, history=history, rule=rule)
     conditions, proxy = request(14)
     stops = [k % 2 for k in range(14)]

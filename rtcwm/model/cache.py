@@ -12,7 +12,7 @@ target chunk 6.73 GiB. Keys of a window are put together inside a block, so a gr
 blocks are checkpointed.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +83,15 @@ class Cache:
         return sum(piece.bytes for piece in self.pieces)
 
 
+def merge(pieces: Iterable[slice]) -> list[slice]:
+    """Slices in the given order, with touching neighbours joined."""
+    merged: list[slice] = []
+    for piece in pieces:
+        touches = merged and merged[-1].stop == piece.start
+        merged[-1:] = [slice(merged[-1].start, piece.stop)] if touches else [*merged[-1:], piece]
+    return merged
+
+
 class Span:
     """Rows and rotary angles of the slots of a six-chunk span, the only positions that a streaming model knows.
 
@@ -103,8 +112,11 @@ class Span:
         return slice(start, middle) if part == PROXY else slice(middle, middle + layout.target_chunk)
 
     def rotary(self, rows: Sequence[slice]) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of these rows, one after the other, each [rows, rotated channels] float32."""
-        return torch.cat([self._cos[piece] for piece in rows]), torch.cat([self._sin[piece] for piece in rows])
+        """(cos, sin) of these rows, one after the other, each [rows, rotated channels] float32. Rows that touch, as the
+        keys of a target chunk do, are views of one table, so that no graph owns a table of its own."""
+        merged = merge(rows)
+        cos, sin = ([table[piece] for piece in merged] for table in (self._cos, self._sin))
+        return (cos[0], sin[0]) if len(merged) == 1 else (torch.cat(cos), torch.cat(sin))
 
 
 class Store:
