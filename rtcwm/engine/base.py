@@ -39,11 +39,6 @@ class BaseEngine:
         self.world = world
         self.source = source
         self.shard_group = shard_group_size(world, settings)
-        if settings.activations.policy == "none" and self.shard_group > 1:
-            raise UserError(
-                "activation_checkpointing.policy 'none' needs shard_group 1: blocks that are not recomputed keep their "
-                f"gathered weights until the backward pass, and here {self.shard_group} ranks share the base"
-            )
         group, reads = self._make_groups()
         config = settings.deepspeed
 
@@ -88,12 +83,18 @@ def shard_group_size(world: World, settings: BaseSettings) -> int:
     """The size of a shard group; 0 in the settings stands for all ranks of a node.
 
     Raises:
-        UserError: it does not divide the ranks of a node, so that some group would cross nodes or be smaller.
+        UserError: it does not divide the ranks of a node, so that some group would cross nodes or be smaller; or blocks
+            are not recomputed although ranks share the base.
     """
     size = settings.shard_group or world.local_size
     if world.size % size or world.local_size % size:
         raise UserError(
             f"shard_group {size} does not divide the {world.local_size} ranks of a node ({world.size} in all); "
             f"set it in --base-config to a divisor of {world.local_size}, or to 0 for all ranks of a node"
+        )
+    if settings.activations.policy == "none" and size > 1:
+        raise UserError(
+            "activation_checkpointing.policy 'none' needs shard_group 1: blocks that are not recomputed keep their "
+            f"gathered weights until the backward pass, and here {size} ranks share the base"
         )
     return size

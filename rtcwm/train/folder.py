@@ -9,8 +9,9 @@ from rtcwm.errors import UserError
 from rtcwm.model.adapter_files import file_shape, save_adapter
 from rtcwm.model.lora import Adapter
 
-MAY_CHANGE = ("out", "save_every", "val_every", "max_skips", "attn", "base_config")
-"""Settings that a resumed run may change: they alter neither the data nor what is optimised."""
+MAY_CHANGE = ("out", "save_every", "val_every", "max_skips", "attn", "base_config", "adapter_config")
+"""Settings that a resumed run may change: they alter neither the data nor what is optimised. Of the adapter engine's file
+the identity holds what does; its accumulation may change with the number of ranks."""
 
 
 class RunFolder:
