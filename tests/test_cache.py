@@ -105,7 +105,7 @@ def test_queries_sit_in_the_last_slot(model):
         return CPU.fn(q, k, v)
 
     unrotated = []
-    stream, proxies = opened(model, SamplerConfig(steps=1), 10, Kernel("recorded", record, ""))
+    stream, proxies = opened(model, SamplerConfig(steps=1, history="clean"), 10, Kernel("recorded", record, ""))
     handle = model.transformer_blocks[0].attn.norm_q.register_forward_hook(lambda *args: unrotated.append(args[2]))
     for proxy in proxies:
         stream.next_chunk(proxy)
@@ -135,7 +135,7 @@ def test_pieces_never_change(model, config):
 
 def test_a_piece_owns_its_memory(model):
     """No piece is a view of fused projections or of a neighbour, which it would keep alive."""
-    stream, proxies = opened(model, SamplerConfig(steps=1), 3)
+    stream, proxies = opened(model, SamplerConfig(steps=1, history="clean"), 3)
     for proxy in proxies:
         stream.next_chunk(proxy)
     tensors = [x for piece in stream.cache.pieces for x in (*piece.keys, *piece.values)]
@@ -157,7 +157,7 @@ def test_stored_keys_carry_no_graph():
 
 def test_window_of_the_live_cache(model):
     """Static rows, the proxies of the window and its finished targets; nothing grows with the stream."""
-    stream, proxies = opened(model, SamplerConfig(steps=1), 14)
+    stream, proxies = opened(model, SamplerConfig(steps=1, history="clean"), 14)
     for chunk, proxy in enumerate(proxies):
         stream.next_chunk(proxy)
         history = min(chunk, 5)
@@ -166,7 +166,7 @@ def test_window_of_the_live_cache(model):
 
 
 def test_dropped_pieces_are_freed(model):
-    stream, proxies = opened(model, SamplerConfig(steps=1), 9)
+    stream, proxies = opened(model, SamplerConfig(steps=1, history="clean"), 9)
     alive = {}
     for proxy in proxies:
         stream.next_chunk(proxy)

@@ -90,6 +90,7 @@ def test_solvers():
         (dict(rule="behind"), "behind"),
         (dict(steps=0), "at least 1"),
         (dict(shift=0.0), "above 0"),
+        (dict(steps=1), "history to clean"),
         (dict(history="noisy"), "last-step, clean"),
         (dict(solver="heun"), "renoise, euler"),
     ],
@@ -207,7 +208,7 @@ def test_mixed_precision():
     """fp32 state and result, bf16 cache, and the numbers of a masked forward up to bf16 rounding."""
     base = small_model(mixed=True)
     install(base, CPU)
-    config = SamplerConfig(steps=1)
+    config = SamplerConfig(steps=1, history="clean")
     conditions, proxy = request(4)
     stream = Stream(base, CPU, conditions, config, noise)
     chunks = tuple(stream.over(proxy.split(5, dim=2)))
@@ -331,7 +332,8 @@ def test_history_passes_no_gradient():
 
     proxy.requires_grad_()
     hook = bound(slot, adapter)
-    chunks = rollout(model, CPU, conditions, proxy, SamplerConfig(steps=1), draw, [0] * 7, {5, 6}, hook, hook)
+    config = SamplerConfig(steps=1, history="clean")
+    chunks = rollout(model, CPU, conditions, proxy, config, draw, [0] * 7, {5, 6}, hook, hook)
     found = torch.autograd.grad(chunks[6].sum(), [*leaves.values(), proxy], allow_unused=True)
     reached = [key for key, gradient in zip(leaves, found) if gradient is not None]
     assert reached == [("target", 6)] and found[-1] is None

@@ -12,7 +12,6 @@ The state is float32 throughout. Which forwards run follows from plain numbers: 
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -136,7 +135,7 @@ class Stream:
         for step in range(stop):
             with torch.no_grad():
                 state = self._advance(state, self._clean(state, step, self.run), step)
-        with _grad(graph):
+        with torch.set_grad_enabled(graph):
             clean = self._clean(state, stop, self.graph_run if graph else self.run)
         self._finished = clean.detach()
         self.chunk += 1
@@ -230,10 +229,6 @@ class Stream:
         for index, block in enumerate(self.model.transformer_blocks):
             states = run(block, states, temb, adaln_index, rotary, CachedAttend(self.kernel, calls, index, store))
         return video_output(self.model, states, temb, time_index, self._head) if store is None else None
-
-
-def _grad(enabled: bool) -> AbstractContextManager:
-    return torch.enable_grad() if enabled else torch.no_grad()
 
 
 def forwards(stops: Sequence[int]) -> int:

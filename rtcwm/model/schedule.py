@@ -60,6 +60,8 @@ class SamplerConfig:
         for name, value, known in (("history", self.history, History), ("solver", self.solver, Solver)):
             if value not in get_args(known):
                 raise UserError(f"{name} {value!r} is not one of {', '.join(get_args(known))}")
+        if self.steps == 1 and self.history == "last-step":
+            raise UserError("a schedule of 1 step has no level below pure noise for its history: set history to clean")
         if self.kv_reuse and self.rule == "ahead1":
             raise UserError(
                 "rule 'ahead1' cannot reuse keys and values: the proxy of a chunk sees the next one, which has not "
