@@ -18,7 +18,7 @@ from rtcwm.model.adapter_files import load_adapter, read_metadata, save_adapter
 from rtcwm.model.loading import open_base
 from rtcwm.model.lora import Adapter, AdapterShape
 from rtcwm.train.config import TrainConfig
-from rtcwm.train.preflight import prepare
+from rtcwm.train.train_plan import prepare
 from rtcwm.train.train import Trainer
 
 MODULE = "rtcwm.train.train"
@@ -150,7 +150,7 @@ def test_sigterm_saves_and_leaves(settings, tmp_path):
 def held_out(world, options: dict) -> dict:
     config = TrainConfig(**options)
     trainer = Trainer(world, config, prepare(world, config))
-    value = trainer._validate()["val"]
+    value = trainer.evaluate()["val"]
     trainer.record.close()
     return value
 
@@ -168,7 +168,7 @@ def go_bad(world, options: dict) -> tuple:
     config = TrainConfig(**options)
     trainer = Trainer(world, config, prepare(world, config))
     for _ in range(3):
-        trainer._train_step()
+        trainer._advance()
     weights = {name: value.detach().clone() for name, value in trainer.engine.adapter.named_parameters()}
     trainer.base.model.rope.inv_freq.fill_(float("nan"))
     try:
@@ -263,7 +263,7 @@ def test_bad_input_is_refused_before_anything_heavy(clips_root, base_config, tmp
         ({"init_lora": str(truncated)}, "truncated"),
         ({"init_lora": str(tmp_path / "none.safetensors")}, "no adapter file"),
         ({"init_lora": foreign}, "was trained on base 0000"),
-        ({"init_lora": coded}, "was trained on latents of codec 0000"),
+        ({"init_lora": coded}, "was made with codec 0000"),
         ({"base_config": str(tmp_path / "base.json")}, "unknown key 'shard_groups'"),
         ({"adapter_config": str(tmp_path / "adapter.json")}, "unknown key 'clip'"),
         ({"base_config": str(tmp_path / "three.json")}, "shard_group 3 does not divide"),

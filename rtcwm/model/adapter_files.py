@@ -64,6 +64,7 @@ def save_adapter(path: Path, adapter: Adapter, metadata: Mapping[str, str]) -> N
     check_trained(tensors)
     metadata = {**metadata, "rank": str(adapter.shape.rank), "alpha": repr(adapter.shape.alpha), "format": "pt"}
     save_file(tensors, path, metadata=metadata)
+    path.chmod(0o644)  # safetensors makes files that their owner alone can read
 
 
 def read_metadata(path: Path) -> dict[str, str]:

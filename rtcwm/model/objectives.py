@@ -93,6 +93,15 @@ def teacher_forcing(chunks: int, level_shift: float, generator: torch.Generator)
     return Levels(sigma, weight)
 
 
+def keep_first_clean(levels: Levels) -> Levels:
+    """The same levels with chunk 0 clean and out of the loss; where it alone was learnt, chunk 1 takes its place."""
+    sigma, weight = levels.sigma.clone(), levels.weight.clone()
+    sigma[0] = weight[0] = 0
+    if not weight.any():
+        sigma[1], weight[1] = levels.sigma[0], 1
+    return Levels(sigma, weight)
+
+
 def chunk_losses(predicted: torch.Tensor, clean: torch.Tensor, noise: torch.Tensor, chunks: int) -> torch.Tensor:
     """Mean squared velocity error of every chunk, fp32.
 

@@ -1,15 +1,15 @@
-"""Everything that can be wrong with a run's input, checked before anything heavy; and the numbers that follow from it.
+"""Everything that can be wrong with a run's input, checked before anything heavy.
 
 Headers, configs and metadata are read here, never weights. Each node reads its own files; an error on any rank ends all
-of them with one message.
+of them with one message. Both programs build their plans from these checks.
 """
 
 import hashlib
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rtcwm import __version__
 from rtcwm.data.clips import Clip, open_clips
 from rtcwm.data.codec import load_codec
 from rtcwm.data.make import write_world
@@ -24,88 +24,74 @@ from rtcwm.engine.settings import (
 )
 from rtcwm.engine.world import World
 from rtcwm.errors import UserError
-from rtcwm.model.adapter_files import file_shape, read_metadata
+from rtcwm.model.adapter_files import file_shape, load_adapter, read_metadata
 from rtcwm.model.kernels import Kernel, resolve
 from rtcwm.model.layout import SPAN_CHUNKS
 from rtcwm.model.loading import BaseSource, open_base
-from rtcwm.model.lora import AdapterShape
-from rtcwm.train.config import TrainConfig
-from rtcwm.train.dataset import EpochSampler, list_samples, load_window, start_frames
+from rtcwm.model.lora import Adapter, AdapterShape
+from rtcwm.train.dataset import load_window, start_frames
 from rtcwm.train.folder import RunFolder
-from rtcwm.train.order import permutation
 
 DEFAULT_RANK = 128
 EMBEDDED_CLIPS, EMBEDDED_CHUNKS = 12, 16
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a training run derives from its settings and inputs.
+class Inputs:
+    """What both programs run on.
 
     Attributes:
-        samples: (clip, first chunk of the span), in the seed's order; held_out: clips kept from training.
-        steps: planned optimizer steps; dropped: spans left out, by reason.
-        rows: rows of the first sample's packed span.
+        clips: of training and validation; codec_hash: of all of them.
+        rows: rows of a packed six-chunk span (of the first clip).
     """
 
     world: World
     source: BaseSource
     base_settings: BaseSettings
-    adapter_settings: AdapterSettings
-    adapter_shape: AdapterShape
     kernel: Kernel
-    samples: tuple[tuple[Clip, int], ...]
-    held_out: tuple[Clip, ...]
-    dropped: dict[str, int]
+    clips: Sequence[Clip]
     codec_hash: str
     rows: int
-    steps: int
 
-    def lines(self, shard_group: int) -> list[str]:
-        """What is printed before the first step."""
-        world, dropped = self.world, sum(self.dropped.values())
-        visits = self.steps * world.size * self.adapter_settings.accumulation
-        reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
+    def lines(self) -> list[str]:
+        """What is printed of them before the first step."""
+        world = self.world
         return [
             f"base: {self.source.description}, {self.source.fingerprint}",
             f"world: {world.size} ranks, {world.local_size} on this node, {world.device.type}; "
-            f"shard group: {shard_group}",
-            f"rows a span: {self.rows:,} (first sample); trainable parameters: {self.adapter_shape.parameters:,} "
-            f"(rank {self.adapter_shape.rank})",
-            f"samples: {len(self.samples)} spans of {len({clip.id for clip, _ in self.samples})} clips; held out: "
-            f"{len(self.held_out)} clips; dropped: {dropped} spans" + (f" ({reasons})" if dropped else ""),
-            f"steps: {self.steps} of {world.size * self.adapter_settings.accumulation} spans "
-            f"({visits / len(self.samples):.2f} epochs)",
+            f"shard group: {shard_group_size(world, self.base_settings)}",
+            f"rows a span: {self.rows:,} (first clip)",
             self.kernel.why,
         ]
 
-
-def prepare(world: World, config: TrainConfig) -> Plan:
-    """Checks all inputs and derives the plan; a collective. The embedded clips are made here where they are asked for.
-
-    Raises:
-        UserError: on all ranks, whatever rank found the fault.
-    """
-    world.on_all(lambda: _check_cheap(world, config))
-    root = clip_root(world, config)
-    plan = world.on_all(lambda: _plan(world, config, root))
-    identity = _identity(plan)
-    world.same("base, clips or samples", identity)
-    folder = RunFolder(config.out)
-    if world.on_main(lambda: folder.claim(config, identity)):
-        world.print(f"--out {config.out} holds this run")
-    else:
-        held = [{"clip": clip.id, "episode": clip.episode} for clip in plan.held_out]
-        world.on_main(lambda: folder.write_json("val_samples.json", held))
-    world.print(f"settings: {json.dumps(vars(config))}")
-    return plan
+    def metadata(self, mask_rule: str, picture1: str) -> dict[str, str]:
+        """What every adapter file of a run says of its inputs."""
+        return {
+            "rtcwm": __version__, "base": self.source.fingerprint, "base_description": self.source.description,
+            "codec": self.codec_hash, "span": str(SPAN_CHUNKS), "mask_rule": mask_rule, "picture1": picture1,
+            "text_time": "pinned",
+        }  # fmt: skip
 
 
-def clip_root(world: World, config: TrainConfig) -> Path:
-    """The folder of clips; the embedded world's clips are made once a node, in the run's folder."""
-    if config.clips != "embedded":
-        return Path(config.clips)
-    root = Path(config.out) / "clips"
+def check_settings(
+    world: World, base: str, base_config: str | None, attn: str
+) -> tuple[BaseSource, BaseSettings, Kernel]:
+    """What needs no clips: the base engine's file, the shard group, the base's files, the attention kernel."""
+    settings = read_base_settings(Path(base_config) if base_config else default_base_config(world.device))
+    shard_group_size(world, settings)
+    return open_base(base), settings, resolve(attn, world.device)
+
+
+def adapter_settings(config: str | None) -> AdapterSettings:
+    """An adapter engine's file, the shipped one by default."""
+    return read_adapter_settings(Path(config) if config else shipped_config("adapter"))
+
+
+def clip_root(world: World, clips: str, out: str) -> Path:
+    """The folder of clips; the embedded world's are made once a node, in the run's folder. A collective."""
+    if clips != "embedded":
+        return Path(clips)
+    root = Path(out) / "clips"
 
     def make() -> None:
         if world.local_rank == 0:
@@ -115,103 +101,80 @@ def clip_root(world: World, config: TrainConfig) -> Path:
     return root
 
 
-def _check_cheap(world: World, config: TrainConfig) -> None:
-    """What needs no clips."""
-    settings, _ = _settings(world, config)
-    shard_group_size(world, settings)
-    source = open_base(config.base)
-    if config.init_lora:
-        check_adapter(Path(config.init_lora), source)
-    resolve(config.attn, world.device)
+def read_inputs(
+    world: World, source: BaseSource, settings: BaseSettings, kernel: Kernel, root: Path, embedded: bool, picture1: str
+) -> Inputs:
+    """Opens the clips and holds them against the base.
+
+    Raises:
+        UserError: clips that cannot be read, of another codec than the embedded base's, or with other text than the
+            base takes.
+    """
+    clips = open_clips(root)
+    codec, expected = clips[0].codec, load_codec().identity
+    if embedded and codec["hash"] != expected["hash"]:
+        raise UserError(
+            f"clip {clips[0].id} was made by codec {codec}, the embedded base reads {expected}: make the clips again with "
+            "`rtcwm world`, or name the base that goes with them with --base"
+        )
+    first = next((clip for clip in clips if clip.chunks >= SPAN_CHUNKS), None)
+    if first is None:
+        raise UserError(f"{root}: no clip has the {SPAN_CHUNKS} chunks of a span; prepare longer clips")
+    window = load_window(first, 0, start_frames(first)[0], picture1=picture1)
+    width = window.text.shape[2]
+    if width != source.config["text_dim"]:
+        raise UserError(
+            f"clip {first.id} has text of width {width}, the base takes {source.config['text_dim']}: the clips were "
+            "prepared with another text encoder than this base's"
+        )
+    return Inputs(world, source, settings, kernel, clips, codec["hash"], window.layout(stream=True).rows)
 
 
-def _settings(world: World, config: TrainConfig) -> tuple[BaseSettings, AdapterSettings]:
-    base = Path(config.base_config) if config.base_config else default_base_config(world.device)
-    adapter = Path(config.adapter_config) if config.adapter_config else shipped_config("adapter")
-    return read_base_settings(base), read_adapter_settings(adapter)
+def check_adapter(path: str, source: BaseSource, **expected: str | None) -> AdapterShape:
+    """Holds an adapter file against a base and against expected metadata (None: no expectation).
 
+    What the file does not say is accepted: adapters of other trainers carry no such metadata.
 
-def check_adapter(path: Path, source: BaseSource) -> AdapterShape:
-    """Holds an adapter file's shapes and metadata against a base; raises `UserError`."""
-    shape = file_shape(path, source.config)
-    made_on = read_metadata(path).get("base")
-    if made_on is not None and made_on != source.fingerprint:
-        raise UserError(f"{path} was trained on base {made_on}; --base is {source.description}, {source.fingerprint}")
+    Raises:
+        UserError: the file, its shapes, its base or one of the expected entries does not fit.
+    """
+    shape, metadata = file_shape(Path(path), source.config), read_metadata(Path(path))
+    if metadata.get("base") not in (None, source.fingerprint):
+        raise UserError(
+            f"{path} was trained on base {metadata['base']} ({metadata.get('base_description', 'no description')}); "
+            f"--base is {source.description}, {source.fingerprint}"
+        )
+    for key, value in expected.items():
+        if value is not None and metadata.get(key) not in (None, value):
+            raise UserError(f"{path} was made with {key} {metadata[key]}, this run has {value}: they must agree")
     return shape
 
 
-def _plan(world: World, config: TrainConfig, root: Path) -> Plan:
-    base_settings, adapter_settings = _settings(world, config)
-    source = open_base(config.base)
-    clips = open_clips(root)
-    codec_hash = check_codec(config, clips)
-    listed = list_samples(clips, config.val_clips, config.seed)
-    samples = tuple((clips[index], first) for index, first in listed.train)
-    if config.max_samples is not None:
-        order = permutation(len(samples), config.seed, epoch=0)
-        samples = tuple(samples[index] for index in order[: config.max_samples])
-    EpochSampler(len(samples), world.size, config.seed)
-    first_clip, first = samples[0]
-    window = load_window(first_clip, first, start_frames(first_clip)[0], picture1=config.picture1)
-    if window.text.shape[2] != source.config["text_dim"]:
-        raise UserError(
-            f"clip {first_clip.id} has text of width {window.text.shape[2]}, the base takes {source.config['text_dim']}: "
-            "the clips were prepared with another text encoder than this base's"
-        )
-    spans_a_step = world.size * adapter_settings.accumulation
-    return Plan(
-        world=world,
-        source=source,
-        base_settings=base_settings,
-        adapter_settings=adapter_settings,
-        adapter_shape=_adapter_shape(config, source),
-        kernel=resolve(config.attn, world.device),
-        samples=samples,
-        held_out=listed.held_out,
-        dropped=listed.dropped,
-        codec_hash=codec_hash,
-        rows=window.layout(stream=True).rows,
-        steps=config.steps or max(1, round(config.epochs * len(samples) / spans_a_step)),
-    )
+def read_adapter(world: World, path: str, source: BaseSource) -> Adapter:
+    """Loads an adapter on every rank; an error on one is raised on all. A collective."""
+    return world.on_all(lambda: load_adapter(Path(path), source.config))
 
 
-def _adapter_shape(config: TrainConfig, source: BaseSource) -> AdapterShape:
-    if config.init_lora:
-        return check_adapter(Path(config.init_lora), source)
-    rank = config.rank or min(DEFAULT_RANK, source.config["hidden_size"] // 4)
-    return AdapterShape.of(source.config, rank)
+def new_adapter_shape(source: BaseSource, rank: int | None) -> AdapterShape:
+    """Shape of a new adapter: rank 128, or a quarter of a narrower base's width, unless one is asked for."""
+    return AdapterShape.of(source.config, rank or min(DEFAULT_RANK, source.config["hidden_size"] // 4))
 
 
-def check_codec(config: TrainConfig, clips: Sequence[Clip]) -> str:
-    """The hash of the codec that made the clips, held against the base's and the initial adapter's; `UserError`."""
-    codec = clips[0].codec
-    embedded = load_codec().identity
-    if config.base == "embedded" and codec["hash"] != embedded["hash"]:
-        raise UserError(
-            f"clip {clips[0].id} was made by codec {codec}, the embedded base reads {embedded}: make the clips again with "
-            "`rtcwm world`, or name the base that goes with them with --base"
-        )
-    if config.init_lora:
-        expected = read_metadata(Path(config.init_lora)).get("codec")
-        if expected is not None and expected != codec["hash"]:
-            raise UserError(
-                f"{config.init_lora} was trained on latents of codec {expected}, these clips hold codec {codec['hash']}"
-            )
-    return codec["hash"]
+def digest(clips: Sequence[Clip], samples: object) -> str:
+    """Hash of what a run trains on: the clips' identities and its list of samples."""
+    state = hashlib.blake2b(digest_size=16)
+    for clip in sorted(clips, key=lambda clip: clip.id):
+        state.update(repr((clip.id, clip.chunks, clip.episode, clip.starts, sorted(clip.flagged))).encode())
+    state.update(repr(samples).encode())
+    return state.hexdigest()
 
 
-def _identity(plan: Plan) -> dict:
-    """What decides a run besides its settings; equal on every rank, and on resume."""
-    clips = sorted({clip.id: clip for clip, _ in plan.samples}.values(), key=lambda clip: clip.id)
-    digest = hashlib.blake2b(digest_size=16)
-    for clip in [*clips, *plan.held_out]:
-        digest.update(repr((clip.id, clip.chunks, clip.episode, clip.starts, sorted(clip.flagged))).encode())
-    digest.update(repr([(clip.id, first) for clip, first in plan.samples]).encode())
-    training = {key: plan.adapter_settings.deepspeed[key] for key in ("optimizer", "gradient_clipping")}
-    return {
-        "base": plan.source.fingerprint,
-        "codec": plan.codec_hash,
-        "clips": digest.hexdigest(),
-        "span_chunks": SPAN_CHUNKS,
-        "adapter": training,
-    }
+def claim(world: World, config: object, out: str, identity: Mapping, held_out: Sequence[Clip]) -> None:
+    """Compares the run's identity across ranks and claims its folder. A collective; see `RunFolder.claim`."""
+    world.same("base, clips or samples", identity)
+    folder = RunFolder(out)
+    if world.on_main(lambda: folder.claim(config, dict(identity))):
+        world.print(f"--out {out} holds this run")
+        return
+    held = [{"clip": clip.id, "episode": clip.episode} for clip in held_out]
+    world.on_main(lambda: folder.write_json("val_samples.json", held))

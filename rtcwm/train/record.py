@@ -21,14 +21,15 @@ class Record:
     Args:
         folder: the run's ``--out``, or None on other ranks.
         first_step: steps below it are kept from an earlier start, later ones are cut off.
-        steps: planned, for the progress bar.
+        steps: planned, for the progress bar, and what one of them is called.
     """
 
-    def __init__(self, folder: Path | None, name: str, first_step: int, steps: int):
+    def __init__(self, folder: Path | None, name: str, first_step: int, steps: int, unit: str = "step"):
         self.folder = folder
         if folder is None:
             return
         self.path = folder / name
+        self.last_said = time.monotonic()
         kept = keep_steps(self.path, first_step)
         events = folder / "tensorboard"
         shutil.rmtree(events, ignore_errors=True)
@@ -37,15 +38,25 @@ class Record:
             self._scalars(row)
         self.file = self.path.open("a", buffering=1)
         self.bar = tqdm(
-            total=steps, initial=first_step, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True, leave=False
+            total=steps, initial=first_step, unit=unit, disable=not sys.stderr.isatty(), dynamic_ncols=True, leave=False
         )
 
     def say(self, text: str) -> None:
         """Prints a line without breaking the progress bar."""
         if self.folder is not None:
+            self.last_said = time.monotonic()
             self.bar.clear()
             print(text, flush=True)
             self.bar.refresh()
+
+    def progress(self, text: str, every: float = 30.0) -> None:
+        """What is going on inside a step: on the bar of a terminal, else a line at most every so many seconds."""
+        if self.folder is None:
+            return
+        if not self.bar.disable:
+            self.bar.set_postfix_str(text)
+        elif time.monotonic() - self.last_said > every:
+            self.say(f"  ... {text}")
 
     def row(self, step: int, values: dict, line: str, advance: int = 0) -> None:
         """Records one row.

@@ -1,0 +1,111 @@
+"""The plan of a diffusion-forcing run: its checked inputs and the numbers that follow from them."""
+
+import json
+from dataclasses import asdict, dataclass
+
+from rtcwm.data.clips import Clip
+from rtcwm.engine.settings import AdapterSettings
+from rtcwm.engine.world import World
+from rtcwm.model.lora import Adapter, AdapterShape
+from rtcwm.train import preflight
+from rtcwm.train.config import TrainConfig
+from rtcwm.train.dataset import EpochSampler, list_samples
+from rtcwm.train.order import permutation
+from rtcwm.train.preflight import Inputs
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """What a training run derives from its settings and inputs.
+
+    Attributes:
+        samples: (clip, first chunk of the span); held_out: clips kept from training; dropped: spans left out, by reason.
+        steps: planned optimizer steps.
+    """
+
+    config: TrainConfig
+    inputs: Inputs
+    adapter_settings: AdapterSettings
+    adapter_shape: AdapterShape
+    samples: tuple[tuple[Clip, int], ...]
+    held_out: tuple[Clip, ...]
+    dropped: dict[str, int]
+    steps: int
+
+    def lines(self) -> list[str]:
+        """What is printed before the first step."""
+        spans = self.inputs.world.size * self.adapter_settings.accumulation
+        dropped = sum(self.dropped.values())
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
+        return [
+            f"settings: {json.dumps(asdict(self.config))}",
+            *self.inputs.lines(),
+            f"trainable parameters: {self.adapter_shape.parameters:,} (rank {self.adapter_shape.rank})",
+            f"samples: {len(self.samples)} spans of {len({clip.id for clip, _ in self.samples})} clips; held out: "
+            f"{len(self.held_out)} clips; dropped: {dropped} spans" + (f" ({reasons})" if dropped else ""),
+            f"steps: {self.steps} of {spans} spans ({self.steps * spans / len(self.samples):.2f} epochs)",
+        ]
+
+    def metadata(self) -> dict[str, str]:
+        """What the run's adapter files say of it; any few- or many-step sampler may use them."""
+        config = self.config
+        return self.inputs.metadata(config.mask_rule, config.picture1) | {
+            "objective": config.objective, "shift": str(config.level_shift), "steps": "any", "history_level": "any",
+            "clean_first": str(config.clean_first), "seed": str(config.seed),
+        }  # fmt: skip
+
+    def initial_adapter(self) -> Adapter:
+        """The adapter that training starts from. A collective."""
+        if self.config.init_lora is None:
+            return Adapter(self.adapter_shape, self.config.seed)
+        return preflight.read_adapter(self.inputs.world, self.config.init_lora, self.inputs.source)
+
+
+def prepare(world: World, config: TrainConfig) -> TrainPlan:
+    """Checks all inputs and derives the plan; a collective. The embedded clips are made here where they are asked for.
+
+    Raises:
+        UserError: on all ranks, whatever rank found the fault.
+    """
+
+    def check_cheap():
+        checked = preflight.check_settings(world, config.base, config.base_config, config.attn)
+        preflight.adapter_settings(config.adapter_config)
+        if config.init_lora:
+            preflight.check_adapter(config.init_lora, checked[0])
+        return checked
+
+    source, settings, kernel = world.on_all(check_cheap)
+    root = preflight.clip_root(world, config.clips, config.out)
+    embedded = config.base == "embedded"
+    plan = world.on_all(
+        lambda: _plan(
+            config, preflight.read_inputs(world, source, settings, kernel, root, embedded, config.picture1)
+        )
+    )
+    optimizer = {key: plan.adapter_settings.deepspeed[key] for key in ("optimizer", "gradient_clipping")}
+    clips = [*{clip.id: clip for clip, _ in plan.samples}.values(), *plan.held_out]
+    identity = {
+        "base": source.fingerprint,
+        "codec": plan.inputs.codec_hash,
+        "clips": preflight.digest(clips, [(clip.id, first) for clip, first in plan.samples]),
+        "adapter": optimizer,
+    }
+    preflight.claim(world, config, config.out, identity, plan.held_out)
+    return plan
+
+
+def _plan(config: TrainConfig, inputs: Inputs) -> TrainPlan:
+    settings = preflight.adapter_settings(config.adapter_config)
+    shape = preflight.new_adapter_shape(inputs.source, config.rank)
+    if config.init_lora:
+        shape = preflight.check_adapter(config.init_lora, inputs.source, codec=inputs.codec_hash)
+    listed = list_samples(inputs.clips, config.val_clips, config.seed)
+    samples = tuple((inputs.clips[index], first) for index, first in listed.train)
+    if config.max_samples is not None:
+        order = permutation(len(samples), config.seed, epoch=0)
+        samples = tuple(samples[index] for index in order[: config.max_samples])
+    EpochSampler(len(samples), inputs.world.size, config.seed)  # fewer samples than ranks: an error now
+    spans = inputs.world.size * settings.accumulation
+    steps = config.steps or max(1, round(config.epochs * len(samples) / spans))
+    return TrainPlan(config, inputs, settings, shape, samples, listed.held_out, dict(listed.dropped), steps)
