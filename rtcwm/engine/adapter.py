@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -78,6 +79,17 @@ class AdapterEngine:
         skipped = bool(self.engine.optimizer.overflow)
         self._updates += not skipped
         return Update(float("inf") if skipped else float(self.engine.get_global_grad_norm()), skipped)
+
+    def park(self) -> None:
+        """Moves the optimizer's moments to host memory, through DeepSpeed's own state offload; no-op before the first
+        step and on the CPU, where they are there already."""
+        if self._updates and self.world.device.type != "cpu":
+            self.engine.offload_states(include=[OffloadStateTypeEnum.optim_states], pin_memory=True)
+
+    def unpark(self) -> None:
+        """Brings parked moments back; to be called before ``step``."""
+        if self._updates and self.world.device.type != "cpu":
+            self.engine.reload_states()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Weights and moments, fp32, whole, on the CPU of rank 0 (empty elsewhere), and the count of updates; a

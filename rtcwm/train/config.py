@@ -70,6 +70,56 @@ class TrainConfig:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig:
+    """Settings of ``rtcwm.train.distill``; every default but ``out`` and ``student_lora`` runs on the embedded world."""
+
+    out: str = option("", "folder of the run: adapters, logs, checkpoints")
+    clips: str = option("embedded", "folder of prepared clips; 'embedded' makes the embedded world's")
+    base: str = option("embedded", "diffusers H3 folder, a config .json (random weights), or 'embedded'")
+    student_lora: str = option("", "adapter that the student starts from, of a diffusion-forcing or distillation run")
+    teacher_lora: str | None = option(None, "frozen teacher; default: the base without an adapter")
+    critic_lora: str | None = option(None, "adapter that the critic starts from; default: the teacher's, or the student's pair")
+    teacher_kind: Literal["released", "causal"] = option("released", "37 latents bidirectional, or the student's own span")
+    teacher_picture1: Literal["window", "start"] = option("window", "Picture 1 of a released teacher's window")
+    steps: int = option(4, "steps of the student's schedule")
+    shift: float = option(5.0, "shift of the student's schedule")
+    iters: int = option(200, "iterations: one student update and the critic's updates each")
+    min_chunks: int = option(8, "shortest rollout")
+    max_chunks: int = option(14, "longest rollout")
+    kv_reuse: bool = option(True, "keep keys and values of the history; false: recompute the window for every chunk")
+    rollout_history: Literal["last-step", "clean"] = option("last-step", "noise level at which history is attended to")
+    mask_rule: Literal["E", "own", "ahead1"] = option("E", "what the rows of a proxy chunk see; as the student was trained")
+    gen_lr: float = option(2e-6, "the student's learning rate")
+    critic_lr: float = option(4e-6, "the critic's learning rate")
+    critic_per_gen: int = option(7, "critic updates an iteration")
+    grad_chunks: int = option(4, "last chunks of the teacher window that keep a graph")
+    warmup: int = option(10, "iterations of linear warm-up, constant after; 0: none")
+    save_every: int = option(20, "iterations between checkpoints; one is always written at the end")
+    val_clips: int = option(2, "clips to hold out, by whole episodes")
+    max_skips: int = option(10, "stop after so many iterations with a non-finite loss or gradient in a row")
+    seed: int = option(0, "of everything random")
+    picture1: Literal["native", "2048"] = option("native", "which encoding of the start frame to condition on")
+    attn: Literal["auto", "sdpa", "cudnn", "fa4", "fa3", "fa2", "flex"] = option("auto", "attention kernel")
+    base_config: str | None = option(None, "DeepSpeed JSON of the base engine; default: ds_configs/ for the device")
+    student_config: str | None = option(None, "DeepSpeed JSON of the student; default: ds_configs/distill.json")
+    critic_config: str | None = option(None, "DeepSpeed JSON of the critic; default: ds_configs/distill.json")
+
+    def __post_init__(self):
+        require(bool(self.out), "--out is required: the folder of the run")
+        require(bool(self.student_lora), "--student-lora is required: an adapter that diffusion forcing trained")
+        for name in ("steps", "iters", "critic_per_gen", "grad_chunks", "save_every", "max_skips"):
+            require(getattr(self, name) >= 1, f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least 1")
+        for name in ("warmup", "val_clips", "seed"):
+            require(getattr(self, name) >= 0, f"--{name.replace('_', '-')} {getattr(self, name)}: expected 0 or more")
+        for name in ("gen_lr", "critic_lr"):
+            value = getattr(self, name)
+            require(0 < value < math.inf, f"--{name.replace('_', '-')} {value}: expected a positive learning rate")
+        require(
+            self.min_chunks <= self.max_chunks, f"--min-chunks {self.min_chunks} is over --max-chunks {self.max_chunks}"
+        )
+
+
 def require(condition: bool, message: str) -> None:
     """Raises `UserError` with the message unless the condition holds."""
     if not condition:

@@ -5,6 +5,7 @@ and the events are written anew, so no step appears twice in either, whatever ki
 """
 
 import json
+import math
 import shutil
 import sys
 import time
@@ -116,6 +117,11 @@ def keep_steps(path: Path, first_step: int) -> list[dict]:
     aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
     aside.rename(path)
     return kept
+
+
+def finite_or_none(value: float) -> float | None:
+    """JSON has no infinities."""
+    return value if math.isfinite(value) else None
 
 
 def duration(seconds: float) -> str:

@@ -8,7 +8,6 @@ gradient over ranks. A visit's own randomness is indexed by its position in the 
 number of ranks, sees the same numbers.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -27,6 +26,7 @@ from rtcwm.train.config import TrainConfig, learning_rate, parse
 from rtcwm.train.dataset import EpochSampler, draw_start, load_window
 from rtcwm.train.folder import RunFolder
 from rtcwm.train.loop import Loop, Outcome
+from rtcwm.train.record import finite_or_none
 from rtcwm.train.span import SpanNoise, span_losses
 from rtcwm.train.train_plan import TrainPlan, prepare
 from rtcwm.train.validation import Grid
@@ -115,11 +115,6 @@ class Trainer(Loop):
         self.offload_announced = True
         moved = activations.offloaded_bytes
         self.record.say(f"activation offload: {moved:,} bytes of block inputs went to host memory in this step")
-
-
-def finite_or_none(value: float) -> float | None:
-    """JSON has no infinities."""
-    return value if math.isfinite(value) else None
 
 
 if __name__ == "__main__":
