@@ -55,6 +55,7 @@ class AdapterEngine:
         self.engine = deepspeed.initialize(model=self.adapter, config=settings.deepspeed)[0]
         self._micro_steps = 0
         self._updates = 0
+        self._parked = False
 
     def backward(self, loss: torch.Tensor) -> None:
         """Adds this micro-step's gradient, a mean over ranks and micro-steps. loss: a scalar with a graph.
@@ -81,19 +82,30 @@ class AdapterEngine:
         return Update(float("inf") if skipped else float(self.engine.get_global_grad_norm()), skipped)
 
     def park(self) -> None:
-        """Moves the optimizer's moments to host memory, through DeepSpeed's own state offload; no-op before the first
-        step and on the CPU, where they are there already."""
-        if self._updates and self.world.device.type != "cpu":
-            self.engine.offload_states(include=[OffloadStateTypeEnum.optim_states], pin_memory=True)
+        """Moves the optimizer's moments to host memory, through DeepSpeed's own state offload, until `unpark`. There are
+        none before the first update.
+
+        DeepSpeed replaces the moments' tensors in both directions but not the fragments through which a checkpoint
+        reads them: those would keep the device memory, and later save the moments of the first update. So the fragments
+        are let go here and linked anew in `unpark`.
+        """
+        if self._updates and not self._parked:
+            for parameter in self.adapter.parameters():
+                if parameter._hp_mapping is not None:
+                    parameter._hp_mapping.optim_fragment = None
+            self.engine.offload_states(include=[OffloadStateTypeEnum.optim_states], pin_memory=False)
+            self._parked = True
 
     def unpark(self) -> None:
-        """Brings parked moments back; to be called before ``step``."""
-        if self._updates and self.world.device.type != "cpu":
+        """Brings parked moments back; to be called before ``step`` and ``state_dict``."""
+        if self._parked:
             self.engine.reload_states()
+            self._link_moments()
+            self._parked = False
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Weights and moments, fp32, whole, on the CPU of rank 0 (empty elsewhere), and the count of updates; a
-        collective."""
+        collective. Not while the moments are parked."""
         state = {}
         for name, parameter in self.adapter.named_parameters():
             values = {name: safe_get_full_fp32_param(parameter)}
@@ -127,9 +139,17 @@ class AdapterEngine:
 
     def _make_moments(self) -> None:
         """Gives the optimizer the moments that its first step would make, so that they can be filled."""
-        zero, optimizer = self.engine.optimizer, self.engine.optimizer.optimizer
-        for partition in zero.single_partition_of_fp32_groups:
-            optimizer.state[partition] = {"step": torch.tensor(float(self._updates))} | {
+        for partition in self.engine.optimizer.single_partition_of_fp32_groups:
+            self.engine.optimizer.optimizer.state[partition] = {"step": torch.tensor(float(self._updates))} | {
                 key: torch.zeros_like(partition) for key in MOMENTS
             }
+        self._link_moments()
+
+    def _link_moments(self) -> None:
+        """Makes each parameter's fragment a view of the moments that the optimizer has now, and its step a CPU number
+        as torch makes it (a reload moves it to the device)."""
+        zero = self.engine.optimizer
+        for state in zero.optimizer.state.values():
+            state["step"] = state["step"].cpu()
+        zero._hp_optimizer_states_linked = False
         zero._lazy_init_hp_params_optimizer_state()

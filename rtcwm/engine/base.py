@@ -59,6 +59,7 @@ class BaseEngine:
             group = comm.new_group(list(range(first, first + self.shard_group)))
             if first <= self.world.rank < first + self.shard_group:
                 mine = group
+        comm.all_reduce(torch.zeros(1, device=self.world.device), group=mine)  # makes its communicator now
         return mine, self.world.rank % self.shard_group == 0
 
     def finish_backward(self) -> None:

@@ -29,6 +29,9 @@ Result = TypeVar("Result")
 TIMEOUT_SECONDS = 600
 """How long a rank waits for the others, at the start and in a collective; ``RTCWM_TIMEOUT_SECONDS`` overrides it."""
 
+NCCL_HEADROOM_BYTES = 2 * 2**30
+"""Device memory that torch's allocator leaves to communicators, where there are several GPUs."""
+
 
 @dataclass
 class World:
@@ -75,6 +78,12 @@ class World:
             accelerator.communication_backend_name(), verbose=False, timeout=timedelta(seconds=seconds)
         )
         world = cls(rank, size, local_rank, local_size, device)
+        if device.type == "cuda" and size > 1:
+            # NCCL allocates outside of torch: leave it room, and make the communicator while there is some.
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(1 - NCCL_HEADROOM_BYTES / total, device)
+            world.barrier()
+            world.any(False)
         signal.signal(signal.SIGTERM, world._on_term)
         return world
 
