@@ -78,14 +78,14 @@ class Distiller(Loop):
         inputs = plan.inputs
         self.base = BaseEngine(world, inputs.source, inputs.base_settings)
         install(self.base.model, inputs.kernel)
-        student, teacher, critic = plan.adapters()
+        student, self.teacher_adapter, critic = plan.adapters()
         self.student = AdapterEngine(world, student, plan.student_settings)
         self.critic = AdapterEngine(world, critic, plan.critic_settings)
-        if teacher is not None:
-            teacher.requires_grad_(False).to(world.device)
+        if self.teacher_adapter is not None:
+            self.teacher_adapter.requires_grad_(False).to(world.device)
         runner = self.base.activations.runner
         self.run_student, self.run_critic = runner(self.student.adapter), runner(self.critic.adapter)
-        self.run_teacher = runner(teacher)
+        self.run_teacher = runner(self.teacher_adapter)
         self.clips_root = plan.starts[0][0].path.parent
         self.teacher = Teacher(
             self.base.model, inputs.kernel, config.mask_rule, config.teacher_kind, config.teacher_picture1, self.clips_root

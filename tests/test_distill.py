@@ -1,0 +1,251 @@
+"""Distillation: the alternation against plain torch, resume after kills, ranks that differ, and bad input."""
+
+import json
+import random
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from launch import alone, deepspeed, kill, numbers, rows, run, start
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+
+from rtcwm.data.clips import open_clips
+from rtcwm.engine.streams import Streams
+from rtcwm.errors import UserError
+from rtcwm.model.adapter_files import load_adapter, read_metadata, save_adapter
+from rtcwm.model.attention import Masked, install, resolve
+from rtcwm.model.blocks import predict_velocity
+from rtcwm.model.loading import build_base, open_base
+from rtcwm.model.lora import Adapter, AdapterShape, inject
+from rtcwm.model.masks import boolean_mask
+from rtcwm.model.packing import Window
+from rtcwm.model.sampler import Conditions, SamplerConfig, drawn, rollout
+from rtcwm.train.config import DistillConfig
+from rtcwm.train.dataset import EpochSampler, load_window
+from rtcwm.train.distill import Distiller, Draws
+from rtcwm.train.distill_plan import prepare, rollout_starts
+from rtcwm.train.span import SpanNoise
+
+MODULE = "rtcwm.train.distill"
+ITERATIONS = 3
+
+
+def make_adapter(path: Path, config: dict, seed: int, rank: int = 4, **metadata: str) -> str:
+    adapter = Adapter(AdapterShape.of(config, rank), seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for pair in adapter.pairs():
+            pair.up.normal_(0, 0.1, generator=generator)
+            for parameter in pair.parameters():
+                parameter.copy_(parameter.bfloat16())  # as the file holds it
+    save_adapter(path, adapter, metadata)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def options(clips_root, base_config, tmp_path_factory) -> dict:
+    """Settings of a small run with three different adapters."""
+    folder, config = tmp_path_factory.mktemp("adapters"), open_base(str(base_config)).config
+    return {
+        "clips": str(clips_root), "base": str(base_config), "val_clips": 1, "iters": ITERATIONS, "min_chunks": 8,
+        "max_chunks": 8, "critic_per_gen": 2, "grad_chunks": 3, "gen_lr": 2e-3, "critic_lr": 4e-3, "warmup": 2, "seed": 7,
+        "student_lora": make_adapter(folder / "student.safetensors", config, 1),
+        "teacher_lora": make_adapter(folder / "teacher.safetensors", config, 2, rank=6),
+        "critic_lora": make_adapter(folder / "critic.safetensors", config, 3, rank=5),
+    }  # fmt: skip
+
+
+def alternation(world, options: dict, base: dict | None = None, folder: str = "") -> dict:
+    """Some iterations through the engines."""
+    if base is not None:
+        path = Path(folder) / f"base{world.rank}.json"
+        path.write_text(json.dumps(base))
+        options = options | {"base_config": str(path)}
+    config = DistillConfig(**options)
+    trainer = Distiller(world, config, prepare(world, config))
+    before = trainer.base.digest()
+    frozen = [parameter.detach().clone() for parameter in trainer.teacher_adapter.parameters()]
+    outcomes, gathered = [], []
+    while trainer.step < config.iters:
+        outcomes.append(trainer.train_step().row)
+        trainer.step += 1
+        gathered.append(trainer.base.gathered())
+    teacher_moved = any(
+        not torch.equal(old, new) for old, new in zip(frozen, trainer.teacher_adapter.parameters(), strict=True)
+    )
+    trainer.record.close()
+    return {
+        "rows": outcomes,
+        "student": {name: value.detach().clone() for name, value in trainer.student.adapter.named_parameters()},
+        "critic": {name: value.detach().clone() for name, value in trainer.critic.adapter.named_parameters()},
+        "gathered": gathered,
+        "untouched": trainer.base.digest() == before and not teacher_moved and trainer.base.slot.active is None,
+    }
+
+
+def plain(options: dict, ranks: int) -> dict:
+    """The same algorithm for all ranks' samples in one process: plain torch, no engines, no recompute, all of a
+    window's rows under one boolean mask or none, and the formulas written out."""
+    config = DistillConfig(**options)
+    source = open_base(config.base)
+    model = build_base(source, torch.device("cpu"), torch.float32)
+    kernel, slot = resolve("sdpa", "cpu"), inject(model)
+    install(model, kernel)
+    student, teacher, critic = (
+        load_adapter(Path(path), source.config) for path in (config.student_lora, config.teacher_lora, config.critic_lora)
+    )
+    settings = {"betas": (0.0, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    optimizers = {
+        "student": torch.optim.AdamW(student.parameters(), lr=config.gen_lr, **settings),
+        "critic": torch.optim.AdamW(critic.parameters(), lr=config.critic_lr, **settings),
+    }
+    clips, streams = open_clips(Path(config.clips)), Streams(config.seed)
+    held = {entry["clip"] for entry in json.loads((Path(config.out) / "val_samples.json").read_text())}
+    starts = [(clip, m) for clip in clips if clip.id not in held for m in rollout_starts(clip, config.max_chunks)]
+    samplers = [EpochSampler(len(starts), ranks, config.seed) for _ in range(ranks)]
+    sampler = SamplerConfig(steps=4, shift=5.0, history=config.rollout_history, kv_reuse=config.kv_reuse)
+    latents_of_window = 37 if config.teacher_kind == "released" else 30
+
+    def bound(adapter):
+        def run(block, hidden, *rest):
+            with slot.bind(adapter):
+                return block(hidden, *rest)
+
+        return run
+
+    def cut(latents: torch.Tensor, truth: Window, first: int) -> Window:
+        part = slice(5 * first, 5 * first + latents_of_window)
+        picture = latents[:, :, 5 * first : 5 * first + 1] if config.teacher_kind == "released" else truth.picture1
+        audio = torch.zeros(1, 2 * (207 if config.teacher_kind == "released" else 170), 32)
+        return replace(truth, video=latents[:, :, part], proxy=truth.proxy[:, :, part], picture1=picture, audio=audio)
+
+    def predicted(window: Window, noise: SpanNoise, sigma: float, adapter: Adapter) -> torch.Tensor:
+        reference = min(sigma, 0.001) if config.teacher_kind == "released" else 0.001
+        noisy = replace(
+            window,
+            video=(1 - sigma) * window.video + sigma * noise.video,
+            proxy=(1 - reference) * window.proxy + reference * noise.proxy,
+            picture1=(1 - reference) * window.picture1 + reference * noise.picture1,
+        )
+        if config.teacher_kind == "released":
+            layout = noisy.layout(stream=False)
+            time_of_text, attend, times = "video", None, torch.tensor(1 - sigma)
+        else:
+            layout = noisy.layout(stream=True)
+            time_of_text, attend, times = "pinned", Masked(boolean_mask(layout, "E")), torch.full((6,), 1 - sigma)
+        return predict_velocity(model, noisy, layout, times, attend, text_time=time_of_text, run=bound(adapter))
+
+    def level(generator: torch.Generator) -> float:
+        uniform = 0.02 + 0.96 * torch.rand((), generator=generator)
+        return (12 * uniform / (1 + 11 * uniform)).item()
+
+    def update(name: str, adapter: Adapter, losses: list, lr: float) -> tuple[float, float]:
+        loss = torch.stack(losses).mean()
+        for group in optimizers[name].param_groups:
+            group["lr"] = lr
+        optimizers[name].zero_grad()
+        gradients = torch.autograd.grad(loss, list(adapter.parameters()))
+        for parameter, gradient in zip(adapter.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        norm = torch.nn.utils.clip_grad_norm_(adapter.parameters(), 1.0).item()
+        optimizers[name].step()
+        return loss.item(), norm
+
+    table = []
+    for iteration in range(config.iters):
+        generator = streams.shared("rollout", iteration)
+        chunks = int(torch.randint(config.min_chunks, config.max_chunks + 1, (), generator=generator))
+        stops = torch.randint(4, (chunks,), generator=generator).tolist()
+        warm = min(1.0, (iteration + 1) / config.warmup)
+        losses, rollouts = [], []
+        for rank in range(ranks):
+            visit = samplers[rank].next(rank)
+            clip, first = starts[visit.sample]
+            truth = load_window(clip, first, first, chunks=chunks)
+            conditions = Conditions(truth.picture1, truth.text, truth.text_tags, torch.zeros(1, 340, 32), truth.geometry)
+            made = rollout(
+                model, kernel, conditions, truth.proxy, sampler, drawn(streams.own("rollout noise", visit.position)), stops,
+                range(chunks - config.grad_chunks, chunks), bound(student), bound(student),
+            )  # fmt: skip
+            latents = torch.cat(made, dim=2)
+            begin = chunks - (8 if config.teacher_kind == "released" else 6)
+            own = streams.own("student score", visit.position)
+            sigma = level(own)
+            window = cut(latents.detach(), truth, begin)
+            noise = SpanNoise.draw(window, own)
+            with torch.no_grad():
+                noisy = (1 - sigma) * window.video + sigma * noise.video
+                real = noisy + sigma * predicted(window, noise, sigma, teacher)
+                fake = noisy + sigma * predicted(window, noise, sigma, critic)
+            x = latents[:, :, 5 * begin : 5 * begin + latents_of_window]
+            alive = torch.arange(x.shape[2]) + 5 * begin >= 5 * (chunks - config.grad_chunks)
+            target = (x - (fake - real) / (x - real).abs().mean()).detach()
+            losses.append(0.5 * ((x - target)[:, :, alive] ** 2).mean())
+            rollouts.append((visit.position, latents.detach(), truth))
+        dmd, norm = update("student", student, losses, config.gen_lr * warm)
+        critic_losses, critic_norms = [], []
+        for turn in range(config.critic_per_gen):
+            losses = []
+            for position, latents, truth in rollouts:
+                own = streams.own(f"critic {turn}", position)
+                sigma = level(own)
+                count = chunks - (8 if config.teacher_kind == "released" else 6) + 1
+                window = cut(latents, truth, int(torch.randint(count, (), generator=own)))
+                noise = SpanNoise.draw(window, own)
+                error = predicted(window, noise, sigma, critic) - (window.video - noise.video)
+                losses.append(error.square().mean())
+            loss, size = update("critic", critic, losses, config.critic_lr * warm)
+            critic_losses.append(loss)
+            critic_norms.append(size)
+        table.append({
+            "chunks": chunks, "stops": stops, "dmd": dmd, "student_norm": norm,
+            "critic": sum(critic_losses) / len(critic_losses), "critic_norm": sum(critic_norms) / len(critic_norms),
+        })  # fmt: skip
+    return {
+        "rows": table,
+        "student": dict(student.named_parameters()),
+        "critic": dict(critic.named_parameters()),
+    }
+
+
+def assert_equal(result: dict, expected: dict, options: dict) -> None:
+    for found, wanted in zip(result["rows"], expected["rows"], strict=True):
+        assert (found["chunks"], found["stops"]) == (wanted["chunks"], wanted["stops"])
+        for key in ("dmd", "critic", "student_norm", "critic_norm"):
+            assert found[key] == pytest.approx(wanted[key], rel=2e-4), key
+    for role, lr in (("student", options["gen_lr"]), ("critic", options["critic_lr"])):
+        for name, value in expected[role].items():
+            # With beta1 = 0 AdamW takes a step of the learning rate's size along each gradient's sign, so a gradient that
+            # is rounding alone moves a weight by up to that; such weights are few.
+            far = (result[role][name] - value).abs() > 0.01 * lr
+            assert far.float().mean() < 0.01, (role, name, far.float().mean().item())
+    assert result["untouched"] and set(result["gathered"]) == {0}
+
+
+def test_two_ranks_equal_plain_torch(options, tmp_path):
+    choice = options | {"out": str(tmp_path / "run")}
+    results = run_ranks(2, alternation, choice)
+    expected = plain(choice, ranks=2)
+    for result in results:
+        assert_equal(result, expected, options)
+
+
+def test_two_groups_of_two_equal_plain_torch(options, tmp_path):
+    choice = options | {"out": str(tmp_path / "run"), "iters": 2}
+    results = run_ranks(4, alternation, choice, {"shard_group": 2}, str(tmp_path))
+    expected = plain(choice, ranks=4)
+    for result in results:
+        assert_equal(result, expected, options)
+
+
+def test_a_causal_teacher_clean_history_and_no_reuse_equal_plain_torch(options, tmp_path):
+    choice = options | {
+        "out": str(tmp_path / "run"), "teacher_kind": "causal", "min_chunks": 6, "max_chunks": 8, "kv_reuse": False,
+        "rollout_history": "clean", "grad_chunks": 6, "iters": 2,
+    }  # fmt: skip
+    (result,) = run_ranks(1, alternation, choice)
+    assert_equal(result, plain(choice, ranks=1), options)
