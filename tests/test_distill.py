@@ -87,9 +87,12 @@ def alternation(world, options: dict, base: dict | None = None, folder: str = ""
     }
 
 
-def plain(options: dict, ranks: int) -> dict:
+def plain(options: dict, ranks: int, one_level: bool = False) -> dict:
     """The same algorithm for all ranks' samples in one process: plain torch, no engines, no recompute, all of a
-    window's rows under one boolean mask or none, and the formulas written out."""
+    window's rows under one boolean mask or none, and the formulas written out.
+
+    With ``one_level`` all samples of an update take the level and the window that the first one draws, as a batch does.
+    """
     config = DistillConfig(**options)
     source = open_base(config.base)
     model = build_base(source, torch.device("cpu"), torch.float32)
@@ -174,7 +177,8 @@ def plain(options: dict, ranks: int) -> dict:
             latents = torch.cat(made, dim=2)
             begin = chunks - (8 if config.teacher_kind == "released" else 6)
             own = streams.own("student score", visit.position)
-            sigma = level(own)
+            if rank == 0 or not one_level:
+                sigma = level(own)
             window = cut(latents.detach(), truth, begin)
             noise = SpanNoise.draw(window, own)
             with torch.no_grad():
@@ -192,9 +196,11 @@ def plain(options: dict, ranks: int) -> dict:
             losses = []
             for position, latents, truth in rollouts:
                 own = streams.own(f"critic {turn}", position)
-                sigma = level(own)
-                count = chunks - (8 if config.teacher_kind == "released" else 6) + 1
-                window = cut(latents, truth, int(torch.randint(count, (), generator=own)))
+                if position == rollouts[0][0] or not one_level:
+                    sigma = level(own)
+                    count = chunks - (8 if config.teacher_kind == "released" else 6) + 1
+                    begin = int(torch.randint(count, (), generator=own))
+                window = cut(latents, truth, begin)
                 noise = SpanNoise.draw(window, own)
                 error = predicted(window, noise, sigma, critic) - (window.video - noise.video)
                 losses.append(error.square().mean())
@@ -234,6 +240,14 @@ def test_two_ranks_equal_plain_torch(options, tmp_path):
         assert_equal(result, expected, options)
 
 
+def test_a_batch_of_two_equals_two_ranks(options, tmp_path):
+    """Where all requests of a batch share level and window, as a batch must: one critic update, both ranks alike."""
+    choice = options | {"out": str(tmp_path / "run"), "batch": 2, "iters": 2}
+    (result,) = run_ranks(1, alternation, choice)
+    expected = plain(choice, ranks=2, one_level=True)
+    assert_equal(result, expected, options)
+
+
 def test_two_groups_of_two_equal_plain_torch(options, tmp_path):
     choice = options | {"out": str(tmp_path / "run"), "iters": 2}
     results = run_ranks(4, alternation, choice, {"shard_group": 2}, str(tmp_path))
@@ -249,3 +263,172 @@ def test_a_causal_teacher_clean_history_and_no_reuse_equal_plain_torch(options, 
     }  # fmt: skip
     (result,) = run_ranks(1, alternation, choice)
     assert_equal(result, plain(choice, ranks=1), options)
+
+
+def flags(options: dict, **changes: object) -> dict:
+    return options | {"iters": 4, "save_every": 1, "critic_per_gen": 1} | changes
+
+
+def test_killed_at_a_random_moment_and_resumed_it_ends_bit_for_bit(options, tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run(deepspeed("--num_gpus", "2"), MODULE, flags(options, out=whole), tmp_path / "log0")
+    delay = random.SystemRandom().uniform(0, 1.5)
+    process = start(deepspeed("--num_gpus", "2"), MODULE, flags(options, out=broken), tmp_path / "log1")
+    while "saved" not in (tmp_path / "log1").read_text():
+        assert process.poll() is None, (tmp_path / "log1").read_text()
+        time.sleep(0.05)
+    time.sleep(delay)
+    kill(process)
+    run(deepspeed("--num_gpus", "2"), MODULE, flags(options, out=broken), tmp_path / "log2")
+    for role in ("student", "critic"):
+        states = [load_file(out / "state" / "step00004" / f"{role}.safetensors") for out in (whole, broken)]
+        assert states[0].keys() == states[1].keys()
+        for name, value in states[0].items():
+            assert torch.equal(value, states[1][name]), f"{role} {name}, killed after {delay:.3f} s"
+    assert without_clock(whole) == without_clock(broken)
+    assert [row["step"] for row in rows(broken)] == [0, 1, 2, 3, 4]
+    made = sorted(path.name for path in broken.glob("*.safetensors"))
+    assert made == [f"{role}_iter{step:05d}.safetensors" for role in ("critic", "student") for step in (1, 2, 3, 4)]
+    metadata = read_metadata(broken / "student_iter00004.safetensors")
+    assert (metadata["steps"], metadata["shift"], metadata["history_level"]) == ("4", "5.0", "0.625")
+    output = (tmp_path / "log0").read_text()
+    for word in ("s a chunk", "R 8 stops", "dmd", "critic", "|grad|", "norms", "rollout", "ETA", "held-out"):
+        assert word in output, word
+
+
+def without_clock(out: Path) -> list[dict]:
+    return [{key: value for key, value in row.items() if key != "timing"} for row in numbers(out)]
+
+
+def disagree(world, options: dict) -> tuple[str, float]:
+    """Ranks whose shared stream differs, as after a copied but edited config on one node."""
+    config = DistillConfig(**options)
+    trainer = Distiller(world, config, prepare(world, config))
+    trainer.streams = Streams(config.seed + world.rank)
+    began = time.monotonic()
+    try:
+        for _ in range(3):  # the same numbers may be drawn once
+            trainer.train_step()
+            trainer.step += 1
+    except UserError as error:
+        return str(error), time.monotonic() - began
+    return "nothing was noticed", 0.0
+
+
+def test_ranks_that_differ_end_in_a_named_error(options, tmp_path):
+    for message, seconds in run_ranks(3, disagree, options | {"out": str(tmp_path / "run")}):
+        assert "rank 1 has another iteration, rollout length or stopping steps than rank 0" in message
+        assert seconds < 20
+
+
+def test_the_shared_draws_cover_their_range_and_repeat(options):
+    config = DistillConfig(**options | {"out": "x", "min_chunks": 8, "max_chunks": 14})
+    draws = [Draws.of(config, Streams(1), iteration) for iteration in range(200)]
+    assert {draw.chunks for draw in draws} == set(range(8, 15))
+    assert {stop for draw in draws for stop in draw.stops} == {0, 1, 2, 3}
+    assert all(len(draw.stops) == draw.chunks for draw in draws)
+    assert draws[5] == Draws.of(config, Streams(1), 5) and draws[5] != draws[6]
+
+
+def refused(world, cases: list[dict]) -> list[str]:
+    messages = []
+    for options in cases:
+        try:
+            prepare(world, DistillConfig(**options))
+            messages.append("accepted")
+        except UserError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_bad_input_is_refused_before_anything_heavy(options, tmp_path):
+    source = open_base(options["base"])
+    config = source.config
+
+    def adapter(name: str, **metadata: str) -> str:
+        return make_adapter(tmp_path / name, config, 1, **metadata)
+
+    distilled = {"objective": "dmd", "steps": "4", "shift": "5.0", "history": "last-step"}
+    (tmp_path / "pair").mkdir()
+    paired = adapter("pair/student_iter00004.safetensors", **distilled)
+    adapter("pair/critic_iter00004.safetensors", objective="critic", teacher_kind="released")
+    accumulate = tmp_path / "accumulate.json"
+    accumulate.write_text('{"gradient_accumulation_steps": 2}')
+    flagged = shutil.copytree(options["clips"], tmp_path / "flagged")
+    for about in flagged.glob("*/clip.json"):
+        content = json.loads(about.read_text())
+        content["flagged"] = [{"first_chunk": 3, "last_chunk": 3, "reason": "dark"}]
+        about.write_text(json.dumps(content))
+    cases = [
+        ({"grad_chunks": 9}, "--grad-chunks 9 is over the 8 chunks of a released teacher's window"),
+        ({"grad_chunks": 7, "teacher_kind": "causal"}, "--grad-chunks 7 is over the 6 chunks"),
+        ({"min_chunks": 7}, "takes 8 chunks"),
+        ({"max_chunks": 9}, "0 of 4 training clips remain"),
+        ({"clips": str(flagged)}, "no clip holds a rollout of --max-chunks 8"),
+        ({"student_lora": adapter("s1", base="0" * 32)}, "was trained on base 0000"),
+        ({"student_lora": adapter("s2", span="7")}, "was made with span 7, this run has 6"),
+        ({"student_lora": adapter("s3", mask_rule="own")}, "was made with mask_rule own, this run has E"),
+        ({"student_lora": adapter("s4", **distilled | {"shift": "3.0"})}, "was made with shift 3.0, this run has 5.0"),
+        ({"student_lora": adapter("s5", **distilled | {"steps": "2"})}, "was made with steps 2, this run has 4"),
+        ({"student_lora": adapter("s6", objective="critic")}, "is a critic"),
+        ({"student_lora": adapter("student_iter9.safetensors", **distilled), "critic_lora": None}, "is not beside it"),
+        ({"student_lora": paired, "critic_lora": None}, "accepted"),
+        ({"student_lora": str(tmp_path / "none")}, "no adapter file"),
+        ({"teacher_lora": adapter("t1", objective="df")}, "Set --teacher-kind causal"),
+        ({"critic_lora": adapter("c1", objective="df")}, "cannot score a released teacher's"),
+        ({"critic_lora": adapter("c2", objective="critic", teacher_kind="causal")}, "teacher_kind causal, this run has"),
+        ({"critic_lora": adapter("c3", objective="dmd")}, "is a student"),
+        ({"student_config": str(accumulate)}, "gradient_accumulation_steps is 2"),
+        ({"mask_rule": "ahead1"}, "cannot reuse keys and values"),
+        ({"val_clips": 6}, "hold out"),
+    ]
+    choices = [options | {"out": str(tmp_path / f"run{index}")} | change for index, (change, _) in enumerate(cases)]
+    for messages in run_ranks(2, refused, choices):
+        for message, (change, expected) in zip(messages, cases, strict=True):
+            assert expected in message, f"{change}: {message}"
+    with pytest.raises(UserError, match="--min-chunks 9 is over --max-chunks 8"):
+        DistillConfig(**options | {"out": "x", "min_chunks": 9})
+    with pytest.raises(UserError, match="--student-lora is required"):
+        DistillConfig(out="x")
+
+
+def test_the_default_schedule_is_the_recipe():
+    config = DistillConfig(out="x", student_lora="y")
+    found = (config.steps, config.iters, config.min_chunks, config.max_chunks, config.gen_lr, config.critic_lr)
+    assert found == (4, 200, 8, 14, 2e-6, 4e-6)
+    assert (config.critic_per_gen, config.grad_chunks, config.teacher_kind, config.teacher_picture1) == (7, 4, "released", "window")
+    assert (config.warmup, config.save_every) == (10, 20)
+
+
+def go_bad(world, options: dict) -> tuple:
+    """Two good iterations, then a base that gives nonsense, until the run stops."""
+    config = DistillConfig(**options)
+    trainer = Distiller(world, config, prepare(world, config))
+    for _ in range(2):
+        trainer._advance()
+    student = {name: value.detach().clone() for name, value in trainer.student.adapter.named_parameters()}
+    trainer.base.model.rope.inv_freq.fill_(float("nan"))
+    try:
+        trainer.run()
+    except UserError as error:
+        return str(error), student
+    return "it did not stop", student
+
+
+def test_bad_numbers_end_the_run_with_the_last_healthy_pair(options, tmp_path):
+    choice = options | {"out": str(tmp_path / "run"), "iters": 20, "max_skips": 2, "save_every": 100, "critic_per_gen": 1}
+    message, student = run_ranks(1, go_bad, choice)[0]
+    assert "2 iterations in a row had a non-finite loss or gradient (iterations 3 to 4)" in message
+    state = load_file(tmp_path / "run" / "state" / "step00002" / "student.safetensors")
+    assert all(torch.equal(state[name], value) for name, value in student.items())
+    assert (tmp_path / "run" / "critic_iter00002.safetensors").is_file()
+    assert rows(tmp_path / "run")[-1]["skipped"] == 2
+
+
+def test_started_alone_with_a_truncated_student(options, tmp_path):
+    student = tmp_path / "student.safetensors"
+    tensors = load_file(options["student_lora"])
+    save_file(tensors, student)
+    student.write_bytes(student.read_bytes()[:-9])
+    output = run(alone(), MODULE, options | {"out": tmp_path / "run", "student_lora": student}, tmp_path / "log", code=2)
+    assert "may be truncated" in output and "Traceback" not in output and not (tmp_path / "run").exists()

@@ -1,10 +1,14 @@
 """Conventions of time, noise and velocity as identities; the objectives and the loss against plain formulas."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from diffusers import MiniMaxH3Scheduler
+from small import random_window
 
 from rtcwm.engine.streams import Streams
+from rtcwm.errors import UserError
 from rtcwm.model.objectives import (
     OBJECTIVES,
     add_noise,
@@ -16,6 +20,7 @@ from rtcwm.model.objectives import (
     velocity,
     weighted_loss,
 )
+from rtcwm.train.span import SpanNoise, stack
 
 
 def draw(seed: int, *shape: int) -> torch.Tensor:
@@ -103,3 +108,22 @@ def test_streams_are_named_and_counted():
     ]  # fmt: skip
     values = {number(generator) for generator in others} | {number(streams.own("noise", 7))}
     assert len(values) == 5
+
+
+def test_a_request_keeps_its_noise_in_any_batch():
+    windows = [random_window(10, seed=seed) for seed in (0, 1, 2)]
+
+    def generators() -> list[torch.Generator]:
+        return [torch.Generator().manual_seed(seed) for seed in (10, 11, 12)]
+
+    batch = stack(windows)
+    together = SpanNoise.draw(batch, *generators())
+    for index, (window, generator) in enumerate(zip(windows, generators(), strict=True)):
+        alone = SpanNoise.draw(window, generator)
+        for name in ("video", "proxy", "picture1"):
+            assert torch.equal(getattr(together, name)[index : index + 1], getattr(alone, name))
+            assert torch.equal(getattr(batch, name)[index : index + 1], getattr(window, name))
+    with pytest.raises(ValueError, match="2 generators for a batch of 3"):
+        SpanNoise.draw(batch, *generators()[:2])
+    with pytest.raises(UserError, match="--batch needs windows of one layout"):
+        stack([windows[0], replace(windows[1], text_tags=1 - windows[1].text_tags)])

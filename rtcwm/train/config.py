@@ -44,6 +44,7 @@ class TrainConfig:
     save_every: int = option(150, "steps between checkpoints; one is always written at the end")
     val_every: int = option(150, "steps between held-out losses; 0: only at the start and the end")
     val_clips: int = option(2, "clips to hold out, by whole episodes; 0: none and no held-out loss")
+    batch: int = option(1, "spans a rank and micro-step; they share their noise levels, and have equally many text rows")
     max_samples: int | None = option(None, "train on the first so many samples of the seed's order")
     max_skips: int = option(10, "stop after so many skipped (non-finite) steps in a row")
     seed: int = option(0, "of everything random")
@@ -57,7 +58,7 @@ class TrainConfig:
         for name in ("steps", "max_samples", "rank"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"--{name.replace('_', '-')} {value}: expected at least 1")
-        for name in ("save_every", "max_skips"):
+        for name in ("save_every", "max_skips", "batch"):
             require(getattr(self, name) >= 1, f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least 1")
         for name in ("warmup", "val_every", "val_clips", "seed"):
             require(getattr(self, name) >= 0, f"--{name.replace('_', '-')} {getattr(self, name)}: expected 0 or more")
@@ -94,6 +95,7 @@ class DistillConfig:
     critic_lr: float = option(4e-6, "the critic's learning rate")
     critic_per_gen: int = option(7, "critic updates an iteration")
     grad_chunks: int = option(4, "last chunks of the teacher window that keep a graph")
+    batch: int = option(1, "rollouts a rank and iteration, of clips with equally many text rows")
     warmup: int = option(10, "iterations of linear warm-up, constant after; 0: none")
     save_every: int = option(20, "iterations between checkpoints; one is always written at the end")
     val_clips: int = option(2, "clips to hold out, by whole episodes")
@@ -108,7 +110,7 @@ class DistillConfig:
     def __post_init__(self):
         require(bool(self.out), "--out is required: the folder of the run")
         require(bool(self.student_lora), "--student-lora is required: an adapter that diffusion forcing trained")
-        for name in ("steps", "iters", "critic_per_gen", "grad_chunks", "save_every", "max_skips"):
+        for name in ("steps", "iters", "critic_per_gen", "grad_chunks", "save_every", "max_skips", "batch"):
             require(getattr(self, name) >= 1, f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least 1")
         for name in ("warmup", "val_clips", "seed"):
             require(getattr(self, name) >= 0, f"--{name.replace('_', '-')} {getattr(self, name)}: expected 0 or more")

@@ -26,7 +26,7 @@ from rtcwm.model.attention import install
 from rtcwm.model.layout import CHUNK_LATENTS, SPAN_CHUNKS, audio_latents, frames_of
 from rtcwm.model.matching import Matching, matching_loss, score_level
 from rtcwm.model.objectives import clean_from_velocity, velocity
-from rtcwm.model.sampler import Conditions, drawn, rollout
+from rtcwm.model.sampler import Conditions, rollout
 from rtcwm.train.config import DistillConfig, parse
 from rtcwm.train.dataset import EpochSampler, load_window, silence
 from rtcwm.train.distill_plan import DistillPlan, prepare
@@ -34,7 +34,7 @@ from rtcwm.train.folder import RunFolder
 from rtcwm.train.loop import Loop, Outcome
 from rtcwm.train.order import Visit
 from rtcwm.train.record import finite_or_none
-from rtcwm.train.span import SpanNoise, span_losses
+from rtcwm.train.span import SpanNoise, batch_noise, span_losses, stack
 from rtcwm.train.teacher import Rolled, Teacher
 from rtcwm.train.validation import Grid
 
@@ -106,13 +106,13 @@ class Distiller(Loop):
         self.seconds = {}
         draws = Draws.of(self.config, self.streams, self.step)
         self.world.same("iteration, rollout length or stopping steps", (self.step, draws))
-        visit = self.sampler.next(self.world.rank)
+        visits = [self.sampler.next(self.world.rank) for _ in range(self.config.batch)]
         with self._timed("rollout"):
             self.student.park()
             self.critic.park()
-            latents, rolled = self._roll_out(visit, draws)
+            latents, rolled = self._roll_out(visits, draws)
         with self._timed("scores"):
-            matching = self._match(visit, latents, rolled)
+            matching = self._match(visits, latents, rolled)
         with self._timed("student"):
             self.student.backward(matching.loss)
             self.base.finish_backward()
@@ -121,7 +121,7 @@ class Distiller(Loop):
             updated = self.student.step(self._warm(self.config.gen_lr))
         with self._timed("critic"):
             self.critic.unpark()
-            updates, losses, bins = self._train_critic(visit, rolled)
+            updates, losses, bins = self._train_critic(visits, rolled)
         return self._outcome(draws, matching, rolled, updated, updates, losses, bins)
 
     def evaluate(self) -> dict:
@@ -139,30 +139,35 @@ class Distiller(Loop):
             names.append(name)
         return names
 
-    def _roll_out(self, visit: Visit, draws: Draws) -> tuple[torch.Tensor, Rolled]:
-        """The student's rollout: latents ``[1, 24, 5 R, h, w]``, whose last chunks carry a graph, and what it followed."""
-        clip, start = self.plan.starts[visit.sample]
-        truth = load_window(clip, start, start, chunks=draws.chunks, picture1=self.config.picture1).to(self.world.device)
-        span_audio = silence(self.clips_root, audio_latents(frames_of(SPAN_CHUNKS * CHUNK_LATENTS)))
+    def _roll_out(self, visits: list[Visit], draws: Draws) -> tuple[torch.Tensor, Rolled]:
+        """The student's rollouts: latents ``[B, 24, 5 R, h, w]``, whose last chunks carry a graph, and what they
+        followed."""
+        windows = []
+        for visit in visits:
+            clip, start = self.plan.starts[visit.sample]
+            windows.append(load_window(clip, start, start, chunks=draws.chunks, picture1=self.config.picture1))
+        truth = stack(windows).to(self.world.device)
+        audio = silence(self.clips_root, audio_latents(frames_of(SPAN_CHUNKS * CHUNK_LATENTS))).to(self.world.device)
         conditions = Conditions(
-            truth.picture1, truth.text, truth.text_tags, span_audio.to(self.world.device), truth.geometry
+            truth.picture1, truth.text, truth.text_tags, audio.expand(len(visits), -1, -1), truth.geometry
         )
+        generators = self._own("rollout noise", visits)
         chunks = rollout(
             self.base.model, self.plan.inputs.kernel, conditions, truth.proxy, self.plan.sampler,
-            drawn(self.streams.own("rollout noise", visit.position)), draws.stops,
+            lambda kind, chunk, step, shape: batch_noise(shape, generators), draws.stops,
             graph_chunks=range(draws.chunks - self.config.grad_chunks, draws.chunks),
             run=self.run_student, graph_run=self.run_student, progress=self._progress_of_rollout(draws.chunks),
         )  # fmt: skip
         latents = torch.cat(chunks, dim=2)
         return latents, Rolled(latents.detach(), truth)
 
-    def _match(self, visit: Visit, latents: torch.Tensor, rolled: Rolled) -> Matching:
+    def _match(self, visits: list[Visit], latents: torch.Tensor, rolled: Rolled) -> Matching:
         """The student's loss on the window at the end of its rollout: one noise for both scores."""
         first = self.teacher.last(rolled.chunks)
-        generator = self.streams.own("student score", visit.position)
-        sigma, _ = score_level(generator)
+        generators = self._own("student score", visits)
+        sigma, _ = score_level(generators[0])
         window = self.teacher.window(rolled, first)
-        noise = SpanNoise.draw(window, generator)
+        noise = SpanNoise.draw(window, *generators)
         noisy = (1 - sigma) * window.video + sigma * noise.video
         with torch.no_grad():
             real, fake = (
@@ -173,7 +178,7 @@ class Distiller(Loop):
         live = cut.shape[2] - (rolled.chunks - self.config.grad_chunks - first) * CHUNK_LATENTS
         return matching_loss(cut, real, fake, min(live, cut.shape[2]))
 
-    def _train_critic(self, visit: Visit, rolled: Rolled) -> tuple[list[Update], torch.Tensor, torch.Tensor]:
+    def _train_critic(self, visits: list[Visit], rolled: Rolled) -> tuple[list[Update], torch.Tensor, torch.Tensor]:
         """The critic's updates: flow matching on random windows of the detached rollout.
 
         Returns:
@@ -183,10 +188,10 @@ class Distiller(Loop):
         bins = torch.zeros(2, LEVEL_BINS)
         for turn in range(self.config.critic_per_gen):
             self.record.progress(f"critic {turn + 1}/{self.config.critic_per_gen}")
-            generator = self.streams.own(f"critic {turn}", visit.position)
-            sigma, uniform = score_level(generator)
-            window = self.teacher.window(rolled, self.teacher.draw(rolled.chunks, generator))
-            noise = SpanNoise.draw(window, generator)
+            generators = self._own(f"critic {turn}", visits)
+            sigma, uniform = score_level(generators[0])
+            window = self.teacher.window(rolled, self.teacher.draw(rolled.chunks, generators[0]))
+            noise = SpanNoise.draw(window, *generators)
             predicted = self.teacher.velocity(window, noise, sigma, self.run_critic)
             loss = (predicted - velocity(window.video, noise.video)).square().mean()
             self.critic.backward(loss)
@@ -227,6 +232,10 @@ class Distiller(Loop):
         if self.step < self.spoken_until:
             self.record.say(f"rollout: {self.seconds['rollout'] / draws.chunks:.3f} s a chunk, {draws.chunks} chunks")
         return Outcome(row, text, skipped)
+
+    def _own(self, name: str, visits: list[Visit]) -> list[torch.Generator]:
+        """One generator of an own stream for every rollout of the batch; levels and windows come from the first."""
+        return [self.streams.own(name, visit.position) for visit in visits]
 
     def _warm(self, lr: float) -> float:
         """Learning rate of this iteration: linear warm-up, then constant."""

@@ -3,12 +3,13 @@
 Training and validation share this, so that a held-out loss measures what training minimises.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 from diffusers import MiniMaxH3Transformer3DModel
 
+from rtcwm.errors import UserError
 from rtcwm.model.attention import Kernel, make_attend
 from rtcwm.model.blocks import predict_velocity
 from rtcwm.model.layout import CHUNK_LATENTS, REFERENCE_TIME
@@ -26,13 +27,41 @@ class SpanNoise:
     picture1: torch.Tensor
 
     @classmethod
-    def draw(cls, window: Window, generator: torch.Generator) -> "SpanNoise":
-        """Standard normal noise for a window, drawn on the CPU (the same numbers on every device) and moved to it."""
+    def draw(cls, window: Window, *generators: torch.Generator) -> "SpanNoise":
+        """Standard normal noise for a window, drawn on the CPU (the same numbers on every device) and moved to it.
+
+        Args:
+            generators: one for every request of the batch, so that a request's noise is its own whatever the batch.
+        """
 
         def like(tensor: torch.Tensor) -> torch.Tensor:
-            return torch.randn(tensor.shape, generator=generator).to(tensor.device)
+            return batch_noise(tensor.shape, generators).to(tensor.device)
 
         return cls(like(window.video), like(window.proxy), like(window.picture1))
+
+
+def batch_noise(shape: Sequence[int], generators: Sequence[torch.Generator]) -> torch.Tensor:
+    """Standard normal noise ``[B, ...]`` on the CPU, each of the B requests from its own generator."""
+    if len(generators) != shape[0]:
+        raise ValueError(f"{len(generators)} generators for a batch of {shape[0]}")
+    return torch.cat([torch.randn((1, *shape[1:]), generator=generator) for generator in generators])
+
+
+def stack(windows: Sequence[Window]) -> Window:
+    """Windows of one layout as one batch.
+
+    Raises:
+        UserError: they differ in a size, such as the number of text rows.
+    """
+    first = windows[0]
+    sizes = [tuple(getattr(window, item.name).shape[1:] for item in fields(Window)) for window in windows]
+    if any(size != sizes[0] for size in sizes) or any(not torch.equal(w.text_tags, first.text_tags) for w in windows):
+        raise UserError(
+            "--batch needs windows of one layout, and these differ in their text rows or picture sizes; "
+            "set --batch 1 and accumulate instead"
+        )
+    parts = {item.name: torch.cat([getattr(window, item.name) for window in windows]) for item in fields(Window)}
+    return replace(first, **parts | {"text_tags": first.text_tags})
 
 
 def noised(window: Window, noise: SpanNoise, sigma: torch.Tensor) -> Window:

@@ -27,7 +27,7 @@ from rtcwm.train.dataset import EpochSampler, draw_start, load_window
 from rtcwm.train.folder import RunFolder
 from rtcwm.train.loop import Loop, Outcome
 from rtcwm.train.record import finite_or_none
-from rtcwm.train.span import SpanNoise, span_losses
+from rtcwm.train.span import SpanNoise, span_losses, stack
 from rtcwm.train.train_plan import TrainPlan, prepare
 from rtcwm.train.validation import Grid
 
@@ -82,13 +82,17 @@ class Trainer(Loop):
         return [name]
 
     def _forward_backward(self) -> torch.Tensor:
-        """One micro-step: a sample's loss and its gradient. Returns the loss, detached."""
-        visit = self.sampler.next(self.world.rank)
-        clip, first = self.plan.samples[visit.sample]
-        start = draw_start(clip, first, self.streams.own("start frame", visit.position))
-        window = load_window(clip, first, start, picture1=self.config.picture1).to(self.world.device)
-        noise = SpanNoise.draw(window, self.streams.own("noise", visit.position))
-        levels = self._levels(visit.position, at_start=first == start)
+        """One micro-step: the loss of a batch of samples and its gradient. Returns the loss, detached."""
+        visits = [self.sampler.next(self.world.rank) for _ in range(self.config.batch)]
+        windows, at_start = [], True
+        for visit in visits:
+            clip, first = self.plan.samples[visit.sample]
+            start = draw_start(clip, first, self.streams.own("start frame", visit.position))
+            windows.append(load_window(clip, first, start, picture1=self.config.picture1))
+            at_start &= first == start
+        window = stack(windows).to(self.world.device)
+        noise = SpanNoise.draw(window, *(self.streams.own("noise", visit.position) for visit in visits))
+        levels = self._levels(visits[0].position, at_start)  # a packed layout has one time a row, whatever the batch
         losses = self._span_losses(window, noise, levels.sigma.to(self.world.device))
         loss = weighted_loss(losses, levels.weight.to(self.world.device))
         self.engine.backward(loss)

@@ -34,7 +34,7 @@ class TrainPlan:
 
     def lines(self) -> list[str]:
         """What is printed before the first step."""
-        spans = self.inputs.world.size * self.adapter_settings.accumulation
+        spans = self.inputs.world.size * self.config.batch * self.adapter_settings.accumulation
         dropped = sum(self.dropped.values())
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
         return [
@@ -106,6 +106,6 @@ def _plan(config: TrainConfig, inputs: Inputs) -> TrainPlan:
         order = permutation(len(samples), config.seed, epoch=0)
         samples = tuple(samples[index] for index in order[: config.max_samples])
     EpochSampler(len(samples), inputs.world.size, config.seed)  # fewer samples than ranks: an error now
-    spans = inputs.world.size * settings.accumulation
+    spans = inputs.world.size * config.batch * settings.accumulation
     steps = config.steps or max(1, round(config.epochs * len(samples) / spans))
     return TrainPlan(config, inputs, settings, shape, samples, listed.held_out, dict(listed.dropped), steps)
