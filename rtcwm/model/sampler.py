@@ -141,6 +141,14 @@ class Stream:
         self.chunk += 1
         return clean
 
+    def replace_history(self, latents: Tensor) -> None:
+        """Puts other clean latents [B, 24, 5, h, w] in the place of the chunk just made, as the next ones see it: with the
+        truth after every chunk the stream is teacher-forced. Raises ValueError for another shape or before any chunk."""
+        made = None if self._finished is None else tuple(self._finished.shape)
+        if made != tuple(latents.shape):
+            raise ValueError(f"history of shape {tuple(latents.shape)} for a last chunk of shape {made}")
+        self._finished = latents.detach().to(self._device, torch.float32)
+
     def _draw(self, kind: str, step: int, shape: Sequence[int], chunk: int | None = None) -> Tensor:
         chunk = self.chunk if chunk is None else chunk
         return self._noise(kind, chunk, step, tuple(shape)).to(self._device, torch.float32)

@@ -1,0 +1,1 @@
+"""Streams of trained models measured against the truth."""
