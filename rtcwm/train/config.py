@@ -15,7 +15,7 @@ from jsonargparse import ArgumentParser
 
 from rtcwm.errors import UserError
 
-Settings = TypeVar("Settings")
+Settings = TypeVar("Settings", bound="RunConfig")
 
 
 def option(default: Any, text: str) -> Any:
@@ -24,45 +24,62 @@ def option(default: Any, text: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """Settings of ``rtcwm.train.train``; every default but ``out`` trains on the embedded world."""
+class RunConfig:
+    """Settings that both programs share."""
 
     out: str = option("", "folder of the run: adapters, logs, checkpoints")
     clips: str = option("embedded", "folder of prepared clips; 'embedded' makes the embedded world's")
     base: str = option("embedded", "diffusers H3 folder, a config .json (random weights), or 'embedded'")
-    init_lora: str | None = option(None, "adapter to start from; a new one otherwise")
-    rank: int | None = option(None, "rank of a new adapter; default: 128, or a quarter of a narrower base's width")
-    objective: Literal["df", "tf"] = option("df", "df: diffusion forcing; tf: teacher forcing (clean history)")
     mask_rule: Literal["E", "own", "ahead1"] = option("E", "what the rows of a proxy chunk see; E: a causal proxy")
-    steps: int | None = option(None, "optimizer steps; default: epochs x samples / (ranks x accumulation)")
-    epochs: float = option(3.0, "passes over the samples, where --steps is not given")
-    lr: float = option(2e-5, "peak learning rate")
-    lr_min: float = option(1e-6, "learning rate at the end of the cosine")
-    warmup: int = option(10, "steps of linear warm-up; 0: none")
-    level_shift: float = option(3.0, "shift of the noise levels of chunks")
-    clean_first: bool = option(False, "keep chunk 0 clean, and out of the loss, in spans that begin at their Picture 1")
-    save_every: int = option(150, "steps between checkpoints; one is always written at the end")
-    val_every: int = option(150, "steps between held-out losses; 0: only at the start and the end")
+    picture1: Literal["native", "2048"] = option("native", "which encoding of the start frame to condition on")
+    batch: int = option(1, "samples a rank and micro-step, of clips with equally many text rows; they share noise levels")
+    warmup: int = option(10, "steps (iterations) of linear warm-up; 0: none")
+    save_every: int = option(150, "steps (iterations) between checkpoints; one is always written at the end")
     val_clips: int = option(2, "clips to hold out, by whole episodes; 0: none and no held-out loss")
-    batch: int = option(1, "spans a rank and micro-step; they share their noise levels, and have equally many text rows")
-    max_samples: int | None = option(None, "train on the first so many samples of the seed's order")
     max_skips: int = option(10, "stop after so many skipped (non-finite) steps in a row")
     seed: int = option(0, "of everything random")
-    picture1: Literal["native", "2048"] = option("native", "which encoding of the start frame to condition on")
     attn: Literal["auto", "sdpa", "cudnn", "fa4", "fa3", "fa2", "flex"] = option("auto", "attention kernel")
     base_config: str | None = option(None, "DeepSpeed JSON of the base engine; default: ds_configs/ for the device")
-    adapter_config: str | None = option(None, "DeepSpeed JSON of the adapter engine; default: ds_configs/adapter.json")
 
     def __post_init__(self):
         require(bool(self.out), "--out is required: the folder of the run")
-        for name in ("steps", "max_samples", "rank"):
+        self._at_least(1, "save_every", "max_skips", "batch")
+        self._at_least(0, "warmup", "val_clips", "seed")
+
+    def _at_least(self, least: int, *names: str) -> None:
+        """Checks settings that may also be None."""
+        for name in names:
             value = getattr(self, name)
-            require(value is None or value >= 1, f"--{name.replace('_', '-')} {value}: expected at least 1")
-        for name in ("save_every", "max_skips", "batch"):
-            require(getattr(self, name) >= 1, f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least 1")
-        for name in ("warmup", "val_every", "val_clips", "seed"):
-            require(getattr(self, name) >= 0, f"--{name.replace('_', '-')} {getattr(self, name)}: expected 0 or more")
-        require(0 < self.lr < math.inf, f"--lr {self.lr}: expected a positive learning rate")
+            require(value is None or value >= least, f"--{name.replace('_', '-')} {value}: expected at least {least}")
+
+    def _learning_rates(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            require(0 < value < math.inf, f"--{name.replace('_', '-')} {value}: expected a positive learning rate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(RunConfig):
+    """Settings of ``rtcwm.train.train``; every default but ``out`` trains on the embedded world."""
+
+    init_lora: str | None = option(None, "adapter to start from; a new one otherwise")
+    rank: int | None = option(None, "rank of a new adapter; default: 128, or a quarter of a narrower base's width")
+    objective: Literal["df", "tf"] = option("df", "df: diffusion forcing; tf: teacher forcing (clean history)")
+    steps: int | None = option(None, "optimizer steps; default: epochs x samples / (ranks x batch x accumulation)")
+    epochs: float = option(3.0, "passes over the samples, where --steps is not given")
+    lr: float = option(2e-5, "peak learning rate")
+    lr_min: float = option(1e-6, "learning rate at the end of the cosine")
+    level_shift: float = option(3.0, "shift of the noise levels of chunks")
+    clean_first: bool = option(False, "keep chunk 0 clean, and out of the loss, in spans that begin at their Picture 1")
+    val_every: int = option(150, "steps between held-out losses; 0: only at the start and the end")
+    max_samples: int | None = option(None, "train on the first so many samples of the seed's order")
+    adapter_config: str | None = option(None, "DeepSpeed JSON of the adapter engine; default: ds_configs/adapter.json")
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._at_least(1, "steps", "max_samples", "rank")
+        self._at_least(0, "val_every")
+        self._learning_rates("lr")
         require(0 <= self.lr_min <= self.lr, f"--lr-min {self.lr_min}: expected 0 <= lr-min <= lr ({self.lr})")
         require(0 < self.epochs < math.inf, f"--epochs {self.epochs}: expected a positive number")
         require(1 <= self.level_shift < math.inf, f"--level-shift {self.level_shift}: expected 1 (none) or more")
@@ -72,15 +89,13 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillConfig:
+class DistillConfig(RunConfig):
     """Settings of ``rtcwm.train.distill``; every default but ``out`` and ``student_lora`` runs on the embedded world."""
 
-    out: str = option("", "folder of the run: adapters, logs, checkpoints")
-    clips: str = option("embedded", "folder of prepared clips; 'embedded' makes the embedded world's")
-    base: str = option("embedded", "diffusers H3 folder, a config .json (random weights), or 'embedded'")
+    save_every: int = option(20, "iterations between checkpoints; one is always written at the end")
     student_lora: str = option("", "adapter that the student starts from, of a diffusion-forcing or distillation run")
     teacher_lora: str | None = option(None, "frozen teacher; default: the base without an adapter")
-    critic_lora: str | None = option(None, "adapter that the critic starts from; default: the teacher's, or the student's pair")
+    critic_lora: str | None = option(None, "the critic's start; default: the student's pair, or the teacher's adapter")
     teacher_kind: Literal["released", "causal"] = option("released", "37 latents bidirectional, or the student's own span")
     teacher_picture1: Literal["window", "start"] = option("window", "Picture 1 of a released teacher's window")
     steps: int = option(4, "steps of the student's schedule")
@@ -90,33 +105,18 @@ class DistillConfig:
     max_chunks: int = option(14, "longest rollout")
     kv_reuse: bool = option(True, "keep keys and values of the history; false: recompute the window for every chunk")
     rollout_history: Literal["last-step", "clean"] = option("last-step", "noise level at which history is attended to")
-    mask_rule: Literal["E", "own", "ahead1"] = option("E", "what the rows of a proxy chunk see; as the student was trained")
     gen_lr: float = option(2e-6, "the student's learning rate")
     critic_lr: float = option(4e-6, "the critic's learning rate")
     critic_per_gen: int = option(7, "critic updates an iteration")
     grad_chunks: int = option(4, "last chunks of the teacher window that keep a graph")
-    batch: int = option(1, "rollouts a rank and iteration, of clips with equally many text rows")
-    warmup: int = option(10, "iterations of linear warm-up, constant after; 0: none")
-    save_every: int = option(20, "iterations between checkpoints; one is always written at the end")
-    val_clips: int = option(2, "clips to hold out, by whole episodes")
-    max_skips: int = option(10, "stop after so many iterations with a non-finite loss or gradient in a row")
-    seed: int = option(0, "of everything random")
-    picture1: Literal["native", "2048"] = option("native", "which encoding of the start frame to condition on")
-    attn: Literal["auto", "sdpa", "cudnn", "fa4", "fa3", "fa2", "flex"] = option("auto", "attention kernel")
-    base_config: str | None = option(None, "DeepSpeed JSON of the base engine; default: ds_configs/ for the device")
     student_config: str | None = option(None, "DeepSpeed JSON of the student; default: ds_configs/distill.json")
     critic_config: str | None = option(None, "DeepSpeed JSON of the critic; default: ds_configs/distill.json")
 
     def __post_init__(self):
-        require(bool(self.out), "--out is required: the folder of the run")
+        super().__post_init__()
         require(bool(self.student_lora), "--student-lora is required: an adapter that diffusion forcing trained")
-        for name in ("steps", "iters", "critic_per_gen", "grad_chunks", "save_every", "max_skips", "batch"):
-            require(getattr(self, name) >= 1, f"--{name.replace('_', '-')} {getattr(self, name)}: expected at least 1")
-        for name in ("warmup", "val_clips", "seed"):
-            require(getattr(self, name) >= 0, f"--{name.replace('_', '-')} {getattr(self, name)}: expected 0 or more")
-        for name in ("gen_lr", "critic_lr"):
-            value = getattr(self, name)
-            require(0 < value < math.inf, f"--{name.replace('_', '-')} {value}: expected a positive learning rate")
+        self._at_least(1, "steps", "iters", "critic_per_gen", "grad_chunks")
+        self._learning_rates("gen_lr", "critic_lr")
         require(
             self.min_chunks <= self.max_chunks, f"--min-chunks {self.min_chunks} is over --max-chunks {self.max_chunks}"
         )
