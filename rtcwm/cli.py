@@ -7,8 +7,10 @@ from jsonargparse import auto_cli
 from rtcwm import __version__
 from rtcwm.data.make import main_world
 from rtcwm.errors import UserError
+from rtcwm.evaluate.command import main_evaluate
+from rtcwm.train.world_base import main_world_base
 
-COMMANDS = {"world": main_world}
+COMMANDS = {"world": main_world, "evaluate": main_evaluate, "world-base": main_world_base}
 
 
 def main() -> None:

@@ -14,7 +14,6 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Protocol
 
@@ -31,6 +30,8 @@ FP32_ISLAND = ("proj_in", "audio_proj_in", "time_embedder", "proj_out", "audio_p
 
 WEIGHTS_INDEX = "diffusion_pytorch_model.safetensors.index.json"
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
+EMBEDDED = Path(__file__).parents[1] / "data"
+"""Where the package keeps the embedded base (`embedded_base/`) and its released adapter, made by `rtcwm world-base`."""
 SEEDED_ON_HOST = 10**9
 """Bases of up to this many parameters draw seeded weights on the CPU: the same numbers on every device."""
 
@@ -81,11 +82,11 @@ class SeededSource:
 class FolderSource:
     """A diffusers H3 folder: the component itself, or a pipeline folder that holds ``transformer_ref``."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, description: str | None = None):
         inner = folder / "transformer_ref"
         self.folder = inner if (inner / "config.json").is_file() else folder
         self.config = read_config(self.folder / "config.json")
-        self.description = str(folder)
+        self.description = description or str(folder)
         index = self.folder / WEIGHTS_INDEX
         if index.is_file():
             self.files = json.loads(index.read_text())["weight_map"]
@@ -148,14 +149,21 @@ def open_base(base: str) -> BaseSource:
         UserError: nothing there, or files that do not fit the config.
     """
     if base == "embedded":
-        with resources.as_file(resources.files("rtcwm.data").joinpath("embedded_base.json")) as path:
-            return SeededSource(read_config(path), description="embedded base, random weights")
+        if (EMBEDDED / "embedded_base").is_dir():
+            return FolderSource(EMBEDDED / "embedded_base", description="embedded base")
+        return SeededSource(read_config(EMBEDDED / "embedded_base.json"), description="embedded base, random weights")
     path = Path(base)
     if path.suffix == ".json" and path.is_file():
         return SeededSource(read_config(path), description=f"random weights for {path}")
     if path.is_dir():
         return FolderSource(path)
     raise UserError(f"--base {base}: expected 'embedded', a diffusers H3 folder or a config .json, and found none of them")
+
+
+def embedded_adapter() -> Path | None:
+    """The released adapter that ships with the embedded base, or None where the package has none."""
+    path = EMBEDDED / "released.safetensors"
+    return path if path.is_file() else None
 
 
 def read_config(path: Path) -> dict:
