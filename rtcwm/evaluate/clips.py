@@ -34,7 +34,9 @@ class Run:
             try:
                 found[name] = json.loads((folder / name).read_text())
             except (OSError, json.JSONDecodeError) as error:
-                raise UserError(f"--run {folder}: {name} cannot be read ({error}); name the --out folder of a run") from error
+                raise UserError(
+                    f"--run {folder}: {name} cannot be read ({error}); name the --out folder of a run"
+                ) from error
         settings = found["args.json"]["settings"]
         held_out = tuple(entry["clip"] for entry in found["val_samples.json"])
         if not held_out:
@@ -80,14 +82,16 @@ class Truth:
         for clip in self.clips:
             if available(clip) < chunks:
                 raise UserError(
-                    f"clip {clip.id} has {available(clip)} chunks from its start frame {clip.starts[0]}, {who} needs {chunks}: "
-                    "take longer clips, or leave it out"
+                    f"clip {clip.id} has {available(clip)} chunks from its start frame {clip.starts[0]}, {who} needs "
+                    f"{chunks}: take longer clips, or leave it out"
                 )
 
 
 def joined(windows: Sequence[Window]) -> Window:
     """Windows of one layout as one batch."""
-    parts = {name: torch.cat([getattr(w, name) for w in windows]) for name in ("video", "proxy", "picture1", "text", "audio")}
+    parts = {
+        name: torch.cat([getattr(w, name) for w in windows]) for name in ("video", "proxy", "picture1", "text", "audio")
+    }
     return Window(text_tags=windows[0].text_tags, **parts)
 
 
@@ -110,14 +114,18 @@ def choose(root: Path, held_out: Sequence[str] | None, chunks: int | None, most:
     if held_out is not None:
         by_id = {clip.id: clip for clip in clips}
         if lost := [clip_id for clip_id in held_out if clip_id not in by_id]:
-            raise UserError(f"{root} has no clip {lost[0]}, which the run held out: name the run's own clips with --clips")
+            raise UserError(
+                f"{root} has no clip {lost[0]}, which the run held out: name the run's own clips with --clips"
+            )
         clips = [by_id[clip_id] for clip_id in sorted(held_out)]
     if chunks is not None and chunks < 1 or most is not None and most < 1:
         raise UserError(f"--chunks {chunks}, --max_clips {most}: expected at least 1")
     wanted = chunks or min(available(clip) for clip in clips)
     whole = [clip for clip in clips if not flagged(clip, wanted)][:most]
     if not whole:
-        raise UserError(f"every one of {len(clips)} clips has flagged chunks among its first {wanted}: take other clips")
+        raise UserError(
+            f"every one of {len(clips)} clips has flagged chunks among its first {wanted}: take other clips"
+        )
     truth = Truth(root, tuple(whole), wanted)
     truth.fit(wanted, f"--chunks {wanted}")
     return truth
@@ -137,12 +145,12 @@ def codec_of(truth: Truth, source: BaseSource) -> Codec:
     codec, clip = load_codec(), truth.clips[0]
     if clip.codec["hash"] != codec.identity["hash"]:
         raise UserError(
-            f"clip {clip.id} was made by codec {dict(clip.codec)}; pixels are measured through {codec.identity}, the embedded "
-            "world's: make the clips with `rtcwm world`"
+            f"clip {clip.id} was made by codec {dict(clip.codec)}; pixels are measured through {codec.identity}, the "
+            "embedded world's: make the clips with `rtcwm world`"
         )
     if clip.text_width != source.config["text_dim"]:
         raise UserError(
-            f"clip {clip.id} has text of width {clip.text_width}, the base takes {source.config['text_dim']}: name the base "
-            "that goes with the clips with --base"
+            f"clip {clip.id} has text of width {clip.text_width}, the base takes {source.config['text_dim']}: name the "
+            "base that goes with the clips with --base"
         )
     return codec

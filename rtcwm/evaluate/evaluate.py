@@ -56,14 +56,16 @@ class Plan:
         rows = len(truth.clips) * (truth.chunks // 2 or 1) * CHUNK_LATENTS * geometry.target_rows
         lines = [
             f"base: {self.source.description}, {self.source.fingerprint}",
-            f"clips: {len(truth.clips)} of {truth.root}, {truth.chunks} chunks each ({frames} frames, {frames / FPS:.1f} s), "
-            f"latents {geometry.height} x {geometry.width}",
+            f"clips: {len(truth.clips)} of {truth.root}, {truth.chunks} chunks each ({frames} frames, "
+            f"{frames / FPS:.1f} s), latents {geometry.height} x {geometry.width}",
             f"truth: {REFERENCE}; Frechet distances over {rows:,} patches a half",
             f"device: {self.device.type}; {self.kernel.why}",
             *(model.line() for model in self.models),
         ]
         if rows < 10 * 96:
-            lines.append(f"note: {rows} patches for 96 dimensions are few, Frechet distances come out high; take more clips")
+            lines.append(
+                f"note: {rows} patches for 96 dimensions are few, Frechet distances come out high; take more clips"
+            )
         return lines
 
 
@@ -97,7 +99,9 @@ def prepare(settings: Settings) -> Plan:
             truth.fit(TEACHER_CHUNKS + 1, f"the window of teacher {model.name}")
     ids = [clip.id for clip in truth.clips]
     if settings.picture_clip not in (None, *ids):
-        raise UserError(f"--picture_clip {settings.picture_clip} is not among the clips evaluated: {', '.join(ids[:8])}")
+        raise UserError(
+            f"--picture_clip {settings.picture_clip} is not among the clips evaluated: {', '.join(ids[:8])}"
+        )
     if settings.out.exists() and not settings.out.is_dir():
         raise UserError(f"--out {settings.out} is a file; name a folder")
     shown = ids.index(settings.picture_clip) if settings.picture_clip else 0
@@ -177,9 +181,7 @@ def measure_all(plan: Plan, made: dict[str, Tensor], seconds: dict[str, float]) 
     for model in plan.models:
         latents = made[model.name]
         measures = report.summarise(compare(latents.to(plan.device), true, decode))
-        rows[model.name] = row(
-            model.kind, model, asdict(model.sampling), latents, measures, seconds[model.name]
-        )
+        rows[model.name] = row(model.kind, model, asdict(model.sampling), latents, measures, seconds[model.name])
     return rows
 
 

@@ -37,7 +37,9 @@ MEASURES = {
     "sharpness": Measure("x truth", 1.0, "Laplacian energy of luma over the truth's"),
     "motion": Measure("x truth", 1.0, "change between neighbouring frames of a chunk over the truth's"),
     "saturation": Measure("x truth", 1.0, "mean chroma (largest minus smallest colour value) over the truth's"),
-    "jumps": Measure("x truth", 1.0, "change at the border to the chunk before over change inside the two, over the truth's"),
+    "jumps": Measure(
+        "x truth", 1.0, "change at the border to the chunk before over change inside the two, over the truth's"
+    ),
     "colour": Measure("of 255", 0.0, "distance of a chunk's mean colour to the truth's, root mean square over R, G, B"),
 }
 MEANS = ("psnr", "ssim", "colour")

@@ -1,8 +1,8 @@
 """Measures of frames and of latent rows; nothing here knows of models.
 
-Frames are float32 [F, H, W, 3] in 0..1. PSNR and SSIM ask how near the frames are to the true ones, and reward a blurred
-mean of what could follow. Laplacian energy, chroma, change and the Frechet distance ask whether the frames are like true
-ones at all. A stream has to be held against both kinds.
+Frames are float32 [F, H, W, 3] in 0..1. PSNR and SSIM ask how near the frames are to the true ones, and reward a
+blurred mean of what could follow. Laplacian energy, chroma, change and the Frechet distance ask whether the frames are
+like true ones at all. A stream has to be held against both kinds.
 """
 
 from collections.abc import Sequence
@@ -85,8 +85,8 @@ def gaussian(total: Tensor) -> tuple[Tensor, Tensor]:
 def frechet(made: Tensor, true: Tensor, ridge: float = 1e-6) -> tuple[float, float]:
     """Frechet distance of the Gaussians fitted to two sets of samples, from their moments [d + 1, d + 1].
 
-    ``|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2))`` (Dowson and Landau 1982; Heusel et al. 2017, eq. 6). The trace of the
-    root is the sum of the roots of the eigenvalues of ``C1^(1/2) C2 C1^(1/2)``, which is symmetric.
+    ``|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2))`` (Dowson and Landau 1982; Heusel et al. 2017, eq. 6). The trace of
+    the root is the sum of the roots of the eigenvalues of ``C1^(1/2) C2 C1^(1/2)``, which is symmetric.
 
     Args:
         ridge: added to the diagonal of both covariances, which fewer samples than d leave singular.
@@ -106,7 +106,7 @@ def frechet(made: Tensor, true: Tensor, ridge: float = 1e-6) -> tuple[float, flo
 
 
 def slope(values: Sequence[float]) -> float:
-    """Least-squares slope of values at 0, 1, 2, ...; values that are not finite are left out, NaN with fewer than two."""
+    """Least-squares slope of values at 0, 1, 2, ...; non-finite ones are left out; NaN with fewer than two."""
     heights = np.asarray(values, dtype=float)
     places = np.arange(len(heights))
     known = np.isfinite(heights)

@@ -2,7 +2,8 @@
 
     NAME=ADAPTER[:KIND][,key=value...]        df4=runs/a/lora_step00150.safetensors:few,history=clean
 
-ADAPTER is a file, or "base" for the base alone. KIND is how the model is sampled:
+ADAPTER is a file, "base" for the base alone, or "released" for the adapter that
+ships with the embedded base. KIND is how the model is sampled:
 
 - teacher: one 37-latent window, every row sees every row, stock layout, many Euler steps from pure noise;
 - many: a stream, many Euler steps a chunk (also called causal);
@@ -21,13 +22,13 @@ from torch import Tensor
 from rtcwm.errors import UserError
 from rtcwm.model.adapter_files import read_metadata
 from rtcwm.model.layout import SPAN_CHUNKS
-from rtcwm.model.loading import BaseSource
+from rtcwm.model.loading import BaseSource, embedded_adapter
 from rtcwm.model.schedule import SamplerConfig
 from rtcwm.train.preflight import check_adapter
 
 KINDS = ("teacher", "many", "few")
 ALIASES = {"causal": "many"}
-ALONE = "base"
+ALONE, RELEASED = "base", "released"
 TAKEN = ("truth", "codec")
 CAUSAL_OBJECTIVES = ("df", "tf")
 
@@ -91,7 +92,9 @@ def read_models(given: Sequence[str], source: BaseSource, codec: str) -> tuple[M
     models = tuple(read_model(text, source, codec) for text in given)
     names = [model.name for model in models]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(f"--model+ {twice[0]}=... is given {names.count(twice[0])} times: give every model its own name")
+        raise UserError(
+            f"--model+ {twice[0]}=... is given {names.count(twice[0])} times: give every model its own name"
+        )
     return models
 
 
@@ -104,6 +107,11 @@ def read_model(text: str, source: BaseSource, codec: str) -> Model:
     """
     name, adapter, kind, given = split(text)
     metadata: dict[str, str] = {}
+    if adapter == RELEASED:
+        shipped = embedded_adapter()
+        if shipped is None:
+            raise UserError(f"--model+ {text}: this package ships no released adapter; name a file, or 'base' for none")
+        adapter = str(shipped)
     if adapter is not None:
         if not Path(adapter).is_file():
             raise UserError(f"--model+ {text}: there is no adapter file at {adapter}; name a file, or 'base' for none")
@@ -111,7 +119,9 @@ def read_model(text: str, source: BaseSource, codec: str) -> Model:
         metadata = read_metadata(Path(adapter))
     objective = metadata.get("objective", "")
     if kind is None and objective == "critic":
-        raise UserError(f"--model+ {text}: {adapter} is a critic; name the student beside it, or a kind ({', '.join(KINDS)})")
+        raise UserError(
+            f"--model+ {text}: {adapter} is a critic; name the student beside it, or a kind ({', '.join(KINDS)})"
+        )
     kind = kind or ("few" if objective == "dmd" else "many" if objective in CAUSAL_OBJECTIVES else "teacher")
     settings = DEFAULTS[kind] | _trained(kind, objective, metadata, source) | given
     sampling = _sampling(text, kind, settings, metadata.get("mask_rule", "E"))

@@ -29,7 +29,7 @@ COLOURS = (
 
 @dataclass(frozen=True)
 class Plot:
-    """Lines over chunks, by model; values that are None or not finite are left out. `mark` is a level to draw across."""
+    """Lines over chunks, by model; values that are None or not finite are left out. `mark` is a level drawn across."""
 
     title: str
     lines: Mapping[str, Sequence[float | None]]

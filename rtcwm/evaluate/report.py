@@ -36,7 +36,7 @@ def summarise(comparison: Comparison) -> dict[str, dict]:
 
 
 def table(rows: Mapping[str, Mapping]) -> str:
-    """One line a model: its measures over all chunks, the Frechet distance over halves, and the drift of PSNR a chunk."""
+    """One line a model: its measures over all chunks, the Frechet distance over halves, the drift of PSNR a chunk."""
     lines = [["model", "kind", "steps", "chunks", *(title for title, *_ in COLUMNS), "ms a chunk"]]
     for name, row in rows.items():
         cells = [name, row["kind"], _steps(row), str(row["chunks"])]
@@ -44,7 +44,10 @@ def table(rows: Mapping[str, Mapping]) -> str:
         lines.append([*cells, _cell(row["seconds_a_chunk"] * 1000, "{:.0f}")])
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
-        "  ".join(cell.ljust(width) if column < 2 else cell.rjust(width) for column, (cell, width) in enumerate(zip(line, widths)))
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths))
+        )
         for line in lines
     )
 

@@ -74,7 +74,9 @@ class Maker:
             window = window.to(self.device)
             if teacher:
                 chunks = min(TEACHER_CHUNKS, self.truth.chunks)
-                video = teacher_window(self.model, window, model, noise, self._run(adapter))[:, :, : chunks * CHUNK_LATENTS]
+                video = teacher_window(self.model, window, model, noise, self._run(adapter))[
+                    :, :, : chunks * CHUNK_LATENTS
+                ]
                 self.progress(len(members) * chunks)
             else:
                 video = self._stream(window, model, noise, self._run(adapter))

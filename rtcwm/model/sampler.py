@@ -142,8 +142,8 @@ class Stream:
         return clean
 
     def replace_history(self, latents: Tensor) -> None:
-        """Puts other clean latents [B, 24, 5, h, w] in the place of the chunk just made, as the next ones see it: with the
-        truth after every chunk the stream is teacher-forced. Raises ValueError for another shape or before any chunk."""
+        """Puts other clean latents [B, 24, 5, h, w] in the place of the chunk just made, as the next ones see it; with
+        the truth after every chunk the stream is teacher-forced. Raises ValueError for another shape, or too early."""
         made = None if self._finished is None else tuple(self._finished.shape)
         if made != tuple(latents.shape):
             raise ValueError(f"history of shape {tuple(latents.shape)} for a last chunk of shape {made}")
