@@ -1,4 +1,4 @@
-# make demo   trains a streaming adapter on the embedded world, two processes, no GPU, nothing downloaded but packages
+# make demo   trains and distils a streaming adapter on the embedded world: two processes, no GPU, no weights or data
 # make test   the whole test suite
 # Both make their own virtual environment first. With a GPU, bring your torch: make demo TORCH="torch==2.11.0"
 PYTHON ?= python3
@@ -6,6 +6,7 @@ TORCH  ?= torch==2.13.0
 VENV   ?= .venv
 OUT    ?= runs/demo
 STEPS  ?= 60
+ITERS  ?= 5
 RANKS  ?= 2
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
@@ -25,8 +26,17 @@ $(READY): pyproject.toml
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --editable ".[test,prepare]"
 	touch $(READY)
 
+# Diffusion forcing, then distillation, each by the DeepSpeed launcher; then 14-chunk streams against the truth.
 demo: $(READY)
-	deepspeed --num_gpus $(RANKS) --module rtcwm.train.train --out $(OUT) --steps $(STEPS) --lr 2e-3 --lr-min 1e-4 --save-every 20
+	deepspeed --num_gpus $(RANKS) --module rtcwm.train.train --out $(OUT)/df --steps $(STEPS) --save-every 20 \
+	    --lr 2e-3 --lr-min 1e-4
+	deepspeed --num_gpus $(RANKS) --module rtcwm.train.distill --out $(OUT)/dmd --clips $(OUT)/df/clips --iters $(ITERS) \
+	    --student-lora $(OUT)/df/lora_step$$(printf %05d $(STEPS)).safetensors --gen-lr 2e-4 --critic-lr 4e-4 --warmup 2
+	rtcwm evaluate --out $(OUT)/eval --run $(OUT)/dmd --chunks 14 --max_clips 1 \
+	    --model+ forced=$(OUT)/df/lora_step$$(printf %05d $(STEPS)).safetensors:few,forced=true \
+	    --model+ df=$(OUT)/df/lora_step$$(printf %05d $(STEPS)).safetensors:few \
+	    --model+ distilled=$(OUT)/dmd/student_iter$$(printf %05d $(ITERS)).safetensors
+	@echo "look at $(OUT)/eval/evaluate.png and evaluate.mp4; tensorboard --logdir $(OUT)"
 
 test: $(READY)
 	$(BIN)/python -m pytest
