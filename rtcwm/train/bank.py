@@ -138,7 +138,7 @@ class Bank:
         if conditions.foreign_proxy > 0 and self.names[0][0] == self.names[-1][0]:
             raise UserError(f"all windows belong to clip {self.names[0][0]}: a foreign proxy needs a second clip")
         chance = torch.rand(5, batch, generator=generator, device=self.device, dtype=torch.float64)
-        window = _index(chance[0], torch.tensor(self.windows, device=self.device))
+        window = _index(chance[0], self.windows)
         _, first_start, fitting, first_window, siblings = self.table[window].unbind(1)
         # Uniform over the windows of all other clips: count on from the end of the own clip's, around the table.
         other = (first_window + siblings + _index(chance[1], self.windows - siblings)) % self.windows
@@ -146,9 +146,8 @@ class Bank:
         zeroed = chance[2] < conditions.foreign_proxy / 2
         stale = chance[3] < conditions.stale_text + conditions.stale_picture
         start = first_start + torch.where(stale, _index(chance[4], fitting), fitting - 1)
-        return Draw(
-            window, torch.where(foreign, other, window), zeroed, start, chance[3] < conditions.stale_picture
-        )  # fmt: skip
+        proxy = torch.where(foreign, other, window)
+        return Draw(window, proxy, zeroed, start, chance[3] < conditions.stale_picture)
 
     def truth(self, window: Tensor) -> Draw:
         """Windows `[B]` with their own proxies, first latents and latest start frames."""
@@ -183,6 +182,6 @@ def _opening(clip: Clip, start: int) -> tuple[Tensor, Tensor, Tensor]:
     return finite(picture, clip, path, "picture1_native")[0], finite(text, clip, path, "text")[0], tags.long()
 
 
-def _index(chance: Tensor, count: Tensor) -> Tensor:
+def _index(chance: Tensor, count: Tensor | int) -> Tensor:
     """Uniform draws from [0, 1) as indices below `count`."""
     return (chance * count).long().clamp(max=count - 1)

@@ -56,7 +56,10 @@ class WorldBaseConfig:
         require(self.level_shift >= 1, f"--level_shift {self.level_shift}: expected 1 (none) or more")
         require(0 <= self.foreign_proxy <= 1, f"--foreign_proxy {self.foreign_proxy}: expected a chance in [0, 1]")
         chances = (self.stale_text, self.stale_picture)
-        require(min(chances) >= 0 and sum(chances) <= 1, f"--stale_text, --stale_picture {chances}: chances, in all <= 1")
+        require(
+            min(chances) >= 0 and sum(chances) <= 1,
+            f"--stale_text and --stale_picture are {chances}: expected chances that add up to at most 1",
+        )
 
 
 def main_world_base(
