@@ -15,8 +15,13 @@ COMMANDS = {"world": main_world, "evaluate": main_evaluate, "world-base": main_w
 
 def main() -> None:
     """Runs one subcommand; a user's error is one line and exit code 2."""
+    # Flags may be written with dashes, as the programs' are.
+    arguments = [
+        word if not word.startswith("--") else "--" + word[2:].partition("=")[0].replace("-", "_") + word[len(word.partition("=")[0]) :]
+        for word in sys.argv[1:]
+    ]
     try:
-        auto_cli(COMMANDS, prog="rtcwm", description=f"rtcwm {__version__}", as_positional=False)
+        auto_cli(COMMANDS, args=arguments, prog="rtcwm", description=f"rtcwm {__version__}", as_positional=False)
     except UserError as error:
         print(f"rtcwm: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -6,3 +6,7 @@ class UserError(ValueError):
 
     Command lines print the message alone and exit with code 2; every other exception keeps its traceback.
     """
+
+
+class SharedError(UserError):
+    """A `UserError` that every rank of a run raises; rank 0 prints it for all."""

@@ -125,6 +125,10 @@ def test_seeded_bases_are_the_same_everywhere_and_pass_a_signal_on():
     [
         (lambda root: (root / "config.json").write_text("{"), "not valid JSON"),
         (lambda root: edit_config(root, {"num_layer": 3}), r"unknown keys \['num_layer'\]"),
+        (lambda root: (root / "config.json").write_text("[]"), "expected the config of"),
+        (lambda root: edit_config(root, {"num_layers": "two"}), "num_layers is 'two'"),
+        (lambda root: edit_config(root, {"hidden_size": -3}), "hidden_size is -3"),
+        (lambda root: edit_config(root, {"patch_size": 3}), "patch_size is 3"),
         (lambda root: edit_config(root, {"num_layers": 3}), "lacks .* tensors of its own config"),
         (lambda root: edit_config(root, {"hidden_size": 64}), "its config.json asks for"),
         (lambda root: edit_config(root, {"_class_name": "FluxTransformer2DModel"}), "FluxTransformer2DModel"),

@@ -117,6 +117,7 @@ def edited(tmp_path, edit) -> object:
     return path
 
 
+ALPHA = "lora_unet_blocks_0_attn_qkv_proj.alpha"
 DOWN, UP = "lora_unet_blocks_0_attn_qkv_proj.lora_down.weight", "lora_unet_blocks_1_mlp_fc2.lora_up.weight"
 
 
@@ -124,6 +125,11 @@ DOWN, UP = "lora_unet_blocks_0_attn_qkv_proj.lora_down.weight", "lora_unet_block
     ("edit", "message"),
     [
         (lambda t: t.update({UP: t[UP] * float("nan")}), "lora_up.weight holds non-finite"),
+        (lambda t: t.update({UP: t[UP].to(torch.int8)}), "is I8, expected one of"),
+        (lambda t: t.update({DOWN: torch.tensor(1.0)}), r"is \[\], expected \[rank, width\]"),
+        (lambda t: t.update({ALPHA: torch.tensor(float("inf"))}), "expected one finite number other than 0"),
+        (lambda t: t.update({ALPHA: torch.tensor(0.0)}), "expected one finite number other than 0"),
+        (lambda t: t.update({ALPHA: torch.ones(2)}), "expected one finite number other than 0"),
         (lambda t: t.pop(UP), "lacks lora_unet_blocks_1_mlp_fc2.lora_up.weight"),
         (lambda t: t.pop(DOWN), "not an adapter with fused qkv"),
         (lambda t: t.update({UP: t[UP][:-1].clone()}), r"is \[47, 4\], but this base and rank 4 need \[48, 4\]"),

@@ -1,8 +1,11 @@
 """Logs, run folders and checkpoints on disk."""
 
 import json
+import subprocess
+import sys
 
 import pytest
+from safetensors import SafetensorError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rtcwm.engine.checkpoint import find_fault, replace_file, replace_folder
@@ -63,6 +66,7 @@ def test_a_folder_belongs_to_one_run(tmp_path):
     config, identity = TrainConfig(out=str(tmp_path / "run"), lr=1e-4), {"base": "b"}
     folder = RunFolder(config.out)
     assert folder.claim(config, identity) is False
+    (folder.path / "train_log.jsonl").write_text("")  # the run begins
     assert folder.claim(config, identity) is True
     other_cadence = TrainConfig(out=config.out, lr=1e-4, save_every=3, base_config="x.json")
     assert folder.claim(other_cadence, identity) is True
@@ -80,6 +84,71 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     file.write_text("")
     with pytest.raises(UserError, match="is a file"):
         RunFolder(str(file)).claim(TrainConfig(out=str(file)), {})
+
+
+def test_a_folder_with_logs_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds .*tensorboard.* but no args.json"):
+        RunFolder(str(tmp_path)).claim(TrainConfig(out=str(tmp_path)), {})
+    assert (tmp_path / "tensorboard" / "notes.txt").read_text() == "mine"
+
+
+def test_a_refused_start_does_not_keep_the_folder(tmp_path):
+    """Settings of a run that never began may be corrected."""
+    out = str(tmp_path / "run")
+    assert RunFolder(out).claim(TrainConfig(out=out, lr=1e-4), {}) is False
+    assert RunFolder(out).claim(TrainConfig(out=out, lr=2e-4), {}) is False
+    (tmp_path / "run" / "train_log.jsonl").write_text("")
+    with pytest.raises(UserError, match="lr: 0.0002 there, 0.0001 now"):
+        RunFolder(out).claim(TrainConfig(out=out, lr=1e-4), {})
+
+
+HOLD = """
+import sys, time
+from rtcwm.train.config import TrainConfig
+from rtcwm.train.folder import RunFolder
+RunFolder(sys.argv[1]).claim(TrainConfig(out=sys.argv[1]), {})
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_two_processes_cannot_share_a_folder(tmp_path):
+    out = str(tmp_path / "run")
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, out], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=f"process {holder.pid} is working in --out"):
+            RunFolder(out).claim(TrainConfig(out=out), {})
+    finally:
+        holder.kill()
+        holder.wait()
+    RunFolder(out).claim(TrainConfig(out=out), {})  # a killed process lets go
+
+
+def test_a_full_disk_has_a_message_and_leaves_nothing(tmp_path):
+    def full(path):
+        path.write_text("half")
+        raise SafetensorError("I/O error: No space left on device")
+
+    with pytest.raises(UserError, match="No space left on device. Make room"):
+        replace_file(tmp_path / "adapter.safetensors", full)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_reader_that_leaves_does_not_stop_the_run(tmp_path):
+    code = (
+        "from pathlib import Path; from rtcwm.train.record import Record; import sys\n"
+        "record = Record(Path(sys.argv[1]), 'log.jsonl', 0, 9000)\n"
+        "for step in range(9000): record.row(step, {'loss': 1.0}, 'x' * 80)\n"
+        "record.close()\n"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    writer.stdout.read(10)
+    writer.stdout.close()
+    writer.wait(60)
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 9000
 
 
 def test_a_folder_is_complete_or_absent(tmp_path):

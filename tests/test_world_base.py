@@ -289,10 +289,19 @@ def test_the_default_base_and_adapter_fit_the_package(tmp_path):
     assert sum(path.stat().st_size for path in files) <= 16 * MEGABYTE
 
 
-def test_the_packaged_base_and_adapter_are_used_where_they_are(whole, tmp_path, monkeypatch):
-    shutil.copy(loading.EMBEDDED / "embedded_base.json", tmp_path)
+def test_the_shipped_base_and_adapter_go_together():
+    source = loading.open_base("embedded")
+    assert isinstance(source, loading.FolderSource) and source.description == "embedded base"
+    assert preflight.check_adapter(str(loading.embedded_adapter()), source).rank == 32
+    assert loading.parameter_count(source.config) == 6_901_408
+    recipe = json.loads((loading.EMBEDDED / "embedded_base" / "recipe.json").read_text())
+    assert len(recipe["recipe"]) == 32 and recipe["settings"]["seed"] == 0
+    files = [*(loading.EMBEDDED / "embedded_base").iterdir(), loading.embedded_adapter()]
+    assert sum(path.stat().st_size for path in files) <= 16 * MEGABYTE
+
+
+def test_the_embedded_base_is_what_the_recipe_writes(whole, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "EMBEDDED", tmp_path)
-    assert isinstance(loading.open_base("embedded"), loading.SeededSource) and loading.embedded_adapter() is None
     shutil.copytree(whole / "embedded_base", tmp_path / "embedded_base")
     shutil.copy(whole / "released.safetensors", tmp_path)
     source = loading.open_base("embedded")

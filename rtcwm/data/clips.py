@@ -164,11 +164,11 @@ def read_clip(path: Path) -> Clip:
     for name in told:
         if told[name] != seen[name]:
             raise UserError(
-                f"{path / DESCRIPTION}: {name} is {told[name]}, but {STREAM} holds {seen[name]}: one of the two "
+                f"{path / DESCRIPTION}: {name} is {told[name]!r}, but {STREAM} holds {seen[name]!r}: one of the two "
                 "is from another run, prepare the clip again"
             )
     starts = sorted(
-        int(match[1]) for name in os.listdir(path) if (match := re.fullmatch(r"start_(\d+)\.safetensors", name))
+        int(match[1]) for name in os.listdir(path) if (match := re.fullmatch(r"start_(0|[1-9]\d*)\.safetensors", name))
     )
     if not starts:
         raise UserError(

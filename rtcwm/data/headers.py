@@ -57,7 +57,8 @@ def read_description(path: Path) -> dict:
     missing = [name for name in CLIP_FIELDS if not isinstance(found, dict) or name not in found]
     if missing:
         raise UserError(f"{file} lacks {', '.join(missing)}; a clip needs {', '.join(CLIP_FIELDS)}")
-    if not isinstance(found["codec"], dict) or not {"name", "hash"} <= set(found["codec"]):
+    codec = found["codec"]
+    if not isinstance(codec, dict) or not all(isinstance(codec.get(key), str) for key in ("name", "hash")):
         raise UserError(f'{file}: codec is {found["codec"]!r}, expected {{"name": ..., "hash": ...}}')
     if found["fps"] != FPS:
         raise UserError(
@@ -72,7 +73,7 @@ def flagged_chunks(file: Path, spans: object, chunks: int) -> dict[int, str]:
     for span in spans if isinstance(spans, list) else [spans]:
         try:
             first, last, reason = span["first_chunk"], span["last_chunk"], span["reason"]
-            valid = isinstance(first, int) and isinstance(last, int) and 0 <= first <= last < chunks
+            valid = type(first) is int and type(last) is int and 0 <= first <= last < chunks
         except (KeyError, TypeError):
             valid = False
         if not valid:
@@ -97,9 +98,9 @@ def read_start(path: Path, geometry: Geometry) -> int:
     if "picture1_2048" in found and latent_shape(path, found, "picture1_2048")[0] != 1:
         raise UserError(f"{path}: `picture1_2048` holds {found['picture1_2048'][1][1]} latents, expected 1")
     text, tags = found.get("text"), found.get("text_tags")
-    if text is None or tags is None or len(text[1]) != 2 or text[1][:1] != tags[1]:
+    if text is None or tags is None or len(text[1]) != 2 or text[1][:1] != tags[1] or not tags[1][0]:
         raise UserError(
-            f"{path}: expected `text [n, width]` and `text_tags [n]`, found "
+            f"{path}: expected `text [n, width]` and `text_tags [n]` with n >= 1, found "
             f"{ {name: list(shape) for name, (_, shape) in found.items()} }"
         )
     with safe_open(path, framework="pt") as file:  # a few bytes, and a wrong tag would train silently

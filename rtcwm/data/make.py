@@ -188,7 +188,10 @@ def write_world(
 
 def claim(out: Path, content: dict[str, object]) -> None:
     """Make the folder and note the settings in its manifest, or check that it holds a part of the same world."""
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make --out {out}: {error}; name a folder that can be written") from error
     listed = manifest.read(out)
     if listed is None:
         if clip_folders(out):

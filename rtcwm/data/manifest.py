@@ -59,7 +59,7 @@ def read(root: Path) -> dict | None:
         raise UserError(
             f"{path} is not valid JSON ({fault}): write the clips again, or delete it to use them unchecked"
         ) from fault
-    if not isinstance(found, dict) or not isinstance(found.get("clips"), dict) or "codec" not in found:
+    if not isinstance(found, dict) or not all(isinstance(found.get(key), dict) for key in ("clips", "codec")):
         raise UserError(f"{path} lacks `clips` or `codec`: write the clips again, or delete it to use them unchecked")
     return found
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rtcwm.engine.adapter import AdapterEngine
@@ -52,7 +53,11 @@ class Checkpoints:
         return self.world.on_main(lambda: json.loads((folder / "state.json").read_text())["counters"])
 
     def newest(self) -> int | None:
-        """Step of the newest complete checkpoint, or None; damaged ones are named and passed over. A collective."""
+        """Step of the newest complete checkpoint, or None; damaged ones are named and passed over. A collective.
+
+        Raises:
+            UserError: there are checkpoints and all are damaged.
+        """
         return self.world.on_main(self._newest)
 
     def path(self, step: int) -> Path:
@@ -61,12 +66,18 @@ class Checkpoints:
     def _newest(self) -> int | None:
         if not self.folder.is_dir():
             return None
-        steps = (re.fullmatch(r"step(\d{5,})", entry.name) for entry in self.folder.iterdir())
-        for step in sorted((int(match[1]) for match in steps if match), reverse=True):
+        matches = [re.fullmatch(r"step(\d{5,})", entry.name) for entry in self.folder.iterdir()]
+        steps = sorted((int(match[1]) for match in matches if match), reverse=True)
+        for step in steps:
             fault = find_fault(self.path(step))
             if fault is None:
                 return step
             print(f"checkpoint {self.path(step)} is damaged ({fault}); trying the one before", flush=True)
+        if steps:
+            raise UserError(
+                f"every checkpoint in {self.folder} is damaged, so the run cannot continue. Its adapters and its log are "
+                "untouched: start anew in another --out, with --init-lora (or --student-lora) from here"
+            )
         return None
 
     def _write(self, step: int, states: dict[str, dict[str, torch.Tensor]], counters: dict) -> None:
@@ -125,9 +136,10 @@ def replace_folder(target: Path, fill: Callable[[Path], None]) -> None:
             shutil.rmtree(target)
         aside.rename(target)
         _flush(target.parent)
-    except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
+    except (OSError, SafetensorError) as error:  # safetensors has its own name for a full disk
         raise UserError(f"cannot write {target}: {error}. Make room, then start the same command again") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def replace_file(target: Path, write: Callable[[Path], None], check: Callable[[Path], None] = lambda path: None) -> None:
@@ -144,9 +156,10 @@ def replace_file(target: Path, write: Callable[[Path], None], check: Callable[[P
         _flush(aside)
         aside.rename(target)
         _flush(target.parent)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
+    except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {target}: {error}. Make room, then start the same command again") from error
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _flush(path: Path) -> None:

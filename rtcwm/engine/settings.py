@@ -6,6 +6,7 @@ that have an effect here; all others are refused by name.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,19 +19,18 @@ from rtcwm.errors import UserError
 POLICIES = ("recompute", "none")
 
 COMMON_KEYS = {
-    "train_micro_batch_size_per_gpu", "zero_optimization", "steps_per_print", "wall_clock_breakdown",
-    "memory_breakdown", "comms_logger", "communication_data_type", "prescale_gradients", "dump_state",
+    "train_micro_batch_size_per_gpu", "zero_optimization", "steps_per_print", "wall_clock_breakdown", "memory_breakdown",
 }  # fmt: skip
 BASE_KEYS = COMMON_KEYS | {"activation_checkpointing", "shard_group"}
 ADAPTER_KEYS = COMMON_KEYS | {
-    "gradient_accumulation_steps", "gradient_clipping", "optimizer", "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer", "tensorboard", "wandb", "csv_monitor",
+    "gradient_accumulation_steps", "gradient_clipping", "optimizer", "zero_force_ds_cpu_optimizer",
 }  # fmt: skip
 REFUSED = {
     "bf16": "the base's dtype follows the device (bf16 with its fp32 layers on GPUs, fp32 on the CPU)",
     "fp16": "the base is bf16 on GPUs, fp32 on the CPU",
     "torch_autocast": "it would cast the base's fp32 layers",
     "scheduler": "the schedule comes from --lr, --lr-min and --warmup",
+    "tensorboard": "a run writes its own events into --out",
     "train_batch_size": "it follows from the number of ranks and gradient_accumulation_steps",
 }
 ACTIVATION_KEYS = {"cpu_checkpointing", "policy", "pin_memory"}
@@ -38,7 +38,16 @@ ACTIVATION_REFUSED = (
     "partition_activations", "contiguous_memory_optimization", "number_checkpoints",
     "synchronize_checkpoint_boundary", "profile",
 )  # fmt: skip
-OPTIMIZER_PARAMS = {"betas", "eps", "weight_decay", "torch_adam", "adam_w_mode"}
+OPTIMIZER_PARAMS = {"betas", "eps", "weight_decay", "torch_adam"}
+BASE_ZERO_REFUSED = {
+    "offload_optimizer": "a base has no optimizer",
+    "zero_hpz_partition_size": "it needs an optimizer; set shard_group",
+    "mics_shard_size": "it needs an optimizer; set shard_group",
+    "zero_quantized_weights": "the base would no longer be the released one",
+    "zero_quantized_nontrainable_weights": "the base would no longer be the released one",
+    "zero_quantized_gradients": "a base has no gradients",
+}
+BLOCK_CLASS = "diffusers.models.transformers.transformer_minimax_h3.MiniMaxH3TransformerBlock"
 
 
 @dataclass(frozen=True)
@@ -82,53 +91,60 @@ class AdapterSettings:
 def read_base_settings(path: Path) -> BaseSettings:
     """Reads and checks a base engine's JSON; raises `UserError` naming the file and the key."""
     config = _read(path, BASE_KEYS)
-    zero = config.setdefault("zero_optimization", {})
+    zero = _section(path, config, "zero_optimization")
     if zero.setdefault("stage", 3) != 3:
-        raise UserError(f"{path}: zero_optimization.stage is {zero['stage']}; the frozen base is partitioned by stage 3")
+        raise UserError(f"{path}: zero_optimization.stage is {zero['stage']!r}; the frozen base is partitioned by stage 3")
     # One block is one fetch, nothing stays gathered between uses, and linear layers stay torch's own.
-    block = "diffusers.models.transformers.transformer_minimax_h3.MiniMaxH3TransformerBlock"
     zero |= {"stage3_param_persistence_threshold": 0, "memory_efficient_linear": False} | zero
-    zero.setdefault("leaf_module", {"classes": [block]})
+    if zero.setdefault("leaf_module", {"classes": [BLOCK_CLASS]}) != {"classes": [BLOCK_CLASS]}:
+        raise UserError(f"{path}: zero_optimization.leaf_module is fixed to the base's blocks; remove it")
     if zero["memory_efficient_linear"] or zero["stage3_param_persistence_threshold"] != 0:
         raise UserError(
             f"{path}: memory_efficient_linear has to be false and stage3_param_persistence_threshold 0: "
             "the adapter's hooks read the layers' inputs, and every block is released after its use"
         )
-    for key in ("offload_optimizer", "zero_hpz_partition_size", "mics_shard_size"):
-        if zero.get(key):
-            raise UserError(f"{path}: zero_optimization.{key} has no effect on a base without optimizer; remove it"
-                            + (" and set shard_group" if key != "offload_optimizer" else ""))
+    for key, reason in BASE_ZERO_REFUSED.items():
+        off = (-1, 0, 1) if key.endswith("_size") else (None, False)
+        if zero.get(key, off[0]) not in off:
+            raise UserError(f"{path}: zero_optimization.{key} is not used here: {reason}; remove it")
+    offload = zero.get("offload_param")
+    if isinstance(offload, dict) and offload.get("device", "cpu") not in ("none", "cpu"):
+        raise UserError(f"{path}: offload_param.device is {offload['device']!r}; 'cpu' or 'none' are known to work")
     _check_zero(path, zero)
     group = config.pop("shard_group", 0)
-    if not isinstance(group, int) or isinstance(group, bool) or group < 0:
+    if not _whole(group) or group < 0:
         raise UserError(f"{path}: shard_group is {group!r}, expected a number of ranks (0: all ranks of a node)")
-    return BaseSettings(config, group, _activations(path, config.pop("activation_checkpointing", {})))
+    return BaseSettings(config, group, _activations(path, config))
 
 
 def read_adapter_settings(path: Path) -> AdapterSettings:
     """Reads and checks an adapter engine's JSON; raises `UserError` naming the file and the key."""
     config = _read(path, ADAPTER_KEYS)
-    zero = config.setdefault("zero_optimization", {})
+    zero = _section(path, config, "zero_optimization")
     if zero.setdefault("stage", 1) not in (1, 2):
         raise UserError(
-            f"{path}: zero_optimization.stage is {zero['stage']}; adapter engines use stage 1 or 2, since the hooks of "
+            f"{path}: zero_optimization.stage is {zero['stage']!r}; adapter engines use stage 1 or 2, since the hooks of "
             "the base read whole adapter weights"
         )
     _check_zero(path, zero)
-    optimizer = config.setdefault("optimizer", {"type": "AdamW", "params": {}})
+    optimizer = _section(path, config, "optimizer") or {"type": "AdamW"}
+    config["optimizer"] = optimizer
     if set(optimizer) - {"type", "params"} or optimizer.get("type") != "AdamW":
         raise UserError(f"{path}: optimizer is {optimizer}, expected {{'type': 'AdamW', 'params': {{...}}}}")
-    params = optimizer.setdefault("params", {})
+    params = _section(path, optimizer, "params")
     if unknown := sorted(set(params) - OPTIMIZER_PARAMS):
         reason = " (the learning rate comes from the command line)" if "lr" in unknown else ""
         raise UserError(f"{path}: unknown optimizer params {unknown}{reason}; known: {sorted(OPTIMIZER_PARAMS)}")
     betas = params.get("betas", [0.9, 0.999])
     if not isinstance(betas, list) or len(betas) != 2 or not all(_number(beta) and 0 <= beta < 1 for beta in betas):
         raise UserError(f"{path}: optimizer betas are {betas}, expected two numbers in [0, 1)")
+    for key in ("eps", "weight_decay"):
+        if not _number(params.get(key, 0)) or params.get(key, 0) < 0:
+            raise UserError(f"{path}: optimizer {key} is {params[key]!r}, expected 0 or a positive number")
     # torch refuses an integer beta, and FusedAdam would be compiled without torch_adam.
     optimizer["params"] = {"torch_adam": True} | params | {"betas": [float(beta) for beta in betas]}
     accumulation = config.setdefault("gradient_accumulation_steps", 1)
-    if not isinstance(accumulation, int) or isinstance(accumulation, bool) or accumulation < 1:
+    if not _whole(accumulation) or accumulation < 1:
         raise UserError(f"{path}: gradient_accumulation_steps is {accumulation!r}, expected a whole number from 1")
     clipping = config.setdefault("gradient_clipping", 1.0)
     if not _number(clipping) or clipping < 0:
@@ -153,7 +169,7 @@ def _read(path: Path, known: set[str]) -> dict:
         raise UserError(f"no DeepSpeed config at {path}")
     try:
         config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise UserError(f"{path} holds a {type(config).__name__}, expected an object")
@@ -163,8 +179,21 @@ def _read(path: Path, known: set[str]) -> dict:
         if key not in known:
             raise UserError(f"{path}: unknown key '{key}'; known: {sorted(known)}")
     if config.setdefault("train_micro_batch_size_per_gpu", 1) != 1:
-        raise UserError(f"{path}: train_micro_batch_size_per_gpu has to be 1 (one span a rank); accumulate instead")
+        raise UserError(f"{path}: train_micro_batch_size_per_gpu has to be 1; use --batch, or accumulate")
+    if not _whole(config.get("steps_per_print", 1)):
+        raise UserError(f"{path}: steps_per_print is {config['steps_per_print']!r}, expected a whole number")
+    for key in ("wall_clock_breakdown", "memory_breakdown", "zero_force_ds_cpu_optimizer"):
+        if not isinstance(config.get(key, True), bool):
+            raise UserError(f"{path}: {key} is {config[key]!r}, expected true or false")
     return config
+
+
+def _section(path: Path, config: dict, name: str) -> dict:
+    """A section of a config, made empty where it is absent; raises `UserError` unless it is an object."""
+    section = config.setdefault(name, {})
+    if not isinstance(section, dict):
+        raise UserError(f"{path}: {name} is {section!r}, expected an object")
+    return section
 
 
 def _check_zero(path: Path, zero: dict) -> None:
@@ -177,7 +206,9 @@ def _check_zero(path: Path, zero: dict) -> None:
         raise UserError(f"{path}: zero_optimization.{key}: {first['msg']}") from error
 
 
-def _activations(path: Path, section: dict) -> ActivationSettings:
+def _activations(path: Path, config: dict) -> ActivationSettings:
+    section = _section(path, config, "activation_checkpointing")
+    del config["activation_checkpointing"]
     for key in ACTIVATION_REFUSED:
         if section.pop(key, False):
             raise UserError(
@@ -198,4 +229,8 @@ def _activations(path: Path, section: dict) -> ActivationSettings:
 
 
 def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

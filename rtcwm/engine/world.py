@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,12 +23,15 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.launcher.runner import fetch_hostfile
 
-from rtcwm.errors import UserError
+from rtcwm.errors import SharedError, UserError
 
 Result = TypeVar("Result")
 
 TIMEOUT_SECONDS = 600
 """How long a rank waits for the others, at the start and in a collective; ``RTCWM_TIMEOUT_SECONDS`` overrides it."""
+
+REPEAT_SECONDS = 20
+"""A signal that follows another sooner than this is taken for the same one."""
 
 NCCL_HEADROOM_BYTES = 2 * 2**30
 """Device memory that torch's allocator leaves to communicators, where there are several GPUs."""
@@ -40,7 +44,7 @@ class World:
     Attributes:
         rank, size: of the whole run; local_rank, local_size: on this node.
         device: what this rank computes on.
-        stop_requested: a SIGTERM reached this rank (a preemption); programs save and leave at the next step.
+        stop_requested: a SIGTERM or SIGINT reached this rank; programs save and leave after the step. stop_since: when.
     """
 
     rank: int
@@ -49,6 +53,7 @@ class World:
     local_size: int
     device: torch.device
     stop_requested: bool = field(default=False, init=False)
+    stop_since: float = field(default=0.0, init=False)
 
     @classmethod
     def start(cls) -> "World":
@@ -84,7 +89,8 @@ class World:
             torch.cuda.set_per_process_memory_fraction(1 - NCCL_HEADROOM_BYTES / total, device)
             world.barrier()
             world.any(False)
-        signal.signal(signal.SIGTERM, world._on_term)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, world._on_signal)
         return world
 
     @property
@@ -123,6 +129,8 @@ class World:
         if self.is_main:
             try:
                 outcome[0] = function()
+            except UserError as error:
+                outcome[1] = SharedError(str(error))
             except Exception as error:  # noqa: BLE001 - sent on, and raised on every rank
                 outcome[1] = error
         torch.distributed.broadcast_object_list(outcome, src=0, device=self.device)
@@ -143,24 +151,28 @@ class World:
         errors = self.gather(error)
         for rank, failure in enumerate(errors):
             if failure is not None:
-                raise failure if rank == 0 else UserError(f"rank {rank}: {failure}")
+                raise SharedError(str(failure) if rank == 0 else f"rank {rank}: {failure}")
         return result
 
     def same(self, what: str, value: object) -> None:
         """Checks that a value is equal on all ranks; a collective.
 
         Raises:
-            UserError: on all ranks, naming the first rank that differs from rank 0.
+            SharedError: naming the first rank that differs from rank 0.
         """
         values = self.gather(value)
         for rank, other in enumerate(values):
             if other != values[0]:
-                raise UserError(f"rank {rank} has another {what} than rank 0: {other} against {values[0]}")
+                raise SharedError(f"rank {rank} has another {what} than rank 0: {other} against {values[0]}")
 
-    def _on_term(self, _signal: int, _frame: object) -> None:
-        if self.stop_requested:
-            sys.exit(143)
-        self.stop_requested = True
+    def _on_signal(self, number: int, _frame: object) -> None:
+        """Asks the program to save and leave. A launcher passes on what its process group got as well, so repeats within
+        `REPEAT_SECONDS` are the same request; a later one ends this rank at once."""
+        now = time.monotonic()
+        if self.stop_requested and now - self.stop_since > REPEAT_SECONDS:
+            sys.exit(128 + number)
+        if not self.stop_requested:
+            self.stop_requested, self.stop_since = True, now
 
 
 @contextmanager
@@ -175,8 +187,10 @@ def program(name: str):
     try:
         yield world
     except UserError as error:
-        if world.is_main:
-            print(f"{name}: error: {error}", file=sys.stderr, flush=True)
+        # What one rank alone found (a clip that it reads) has to be said by that rank.
+        if world.is_main or not isinstance(error, SharedError):
+            where = "" if isinstance(error, SharedError) or world.size == 1 else f"rank {world.rank}: "
+            print(f"{name}: error: {where}{error}", file=sys.stderr, flush=True)
         sys.exit(2)
     torch.distributed.destroy_process_group()
 

@@ -108,10 +108,7 @@ def read_model(text: str, source: BaseSource, codec: str) -> Model:
     name, adapter, kind, given = split(text)
     metadata: dict[str, str] = {}
     if adapter == RELEASED:
-        shipped = embedded_adapter()
-        if shipped is None:
-            raise UserError(f"--model+ {text}: this package ships no released adapter; name a file, or 'base' for none")
-        adapter = str(shipped)
+        adapter = str(embedded_adapter())
     if adapter is not None:
         if not Path(adapter).is_file():
             raise UserError(f"--model+ {text}: there is no adapter file at {adapter}; name a file, or 'base' for none")

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from rtcwm.errors import UserError
 from rtcwm.model.lora import SITES, Adapter, AdapterShape
 
+STORED = ("F32", "BF16", "F16")
 FILE_NAMES = dict(zip(SITES, ("attn_qkv_proj", "attn_out_proj", "mlp_fc1", "mlp_fc2"), strict=True))
 
 
@@ -88,9 +89,15 @@ def file_shape(path: Path, config: Mapping) -> AdapterShape:
                 f"{path} has no tensor {first}: not an adapter with fused qkv in the musubi layout. "
                 f"It holds {len(names)} tensors, such as {sorted(names)[:2]}"
             )
-        rank = file.get_slice(first).get_shape()[0]
+        size = file.get_slice(first).get_shape()
+        if len(size) != 2 or not size[0]:
+            raise UserError(f"{path}: {first} is {list(size)}, expected [rank, width]")
+        rank, alphas = size[0], {name: file.get_tensor(name) for name in names if name.endswith(".alpha")}
+        for name, value in alphas.items():
+            if value.numel() != 1 or not torch.isfinite(value.float()).all() or not value.any():
+                raise UserError(f"{path}: {name} is {value.tolist()}, expected one finite number other than 0")
         expected_alpha = f"{_prefix(0, SITES[0])}.alpha"
-        alpha = file.get_tensor(expected_alpha).item() if expected_alpha in names else None
+        alpha = alphas[expected_alpha].item() if expected_alpha in alphas else None
         shape = AdapterShape.of(config, rank, alpha)
         wanted = {}
         for index in range(shape.layers):
@@ -104,12 +111,21 @@ def file_shape(path: Path, config: Mapping) -> AdapterShape:
             found = list(file.get_slice(name).get_shape())
             if found != size:
                 raise UserError(f"{path}: {name} is {found}, but this base and rank {rank} need {size}")
-        alphas = {name for name in names if name.endswith(".alpha")}
-        if extra := sorted(names - set(wanted) - alphas):
+            if file.get_slice(name).get_dtype() not in STORED:
+                raise UserError(f"{path}: {name} is {file.get_slice(name).get_dtype()}, expected one of {STORED}")
+        if extra := sorted(names - set(wanted) - set(alphas)):
             raise UserError(f"{path} holds {len(extra)} tensors that this base has no layer for, such as {extra[0]}")
-        if any(file.get_tensor(name).item() != shape.alpha for name in alphas):
+        if any(value.item() != shape.alpha for value in alphas.values()):
             raise UserError(f"{path}: alpha differs between layers; one alpha for all is expected")
     return shape
+
+
+def check_values(path: Path) -> None:
+    """Reads an adapter file through; raises `UserError` naming the first tensor with a non-finite value."""
+    with _open(path) as file:
+        for name in sorted(file.keys()):
+            if not torch.isfinite(file.get_tensor(name).float()).all():
+                raise UserError(f"{path}: {name} holds non-finite values; use an earlier file")
 
 
 def load_adapter(path: Path, config: Mapping, rank: int | None = None) -> Adapter:
@@ -122,6 +138,7 @@ def load_adapter(path: Path, config: Mapping, rank: int | None = None) -> Adapte
         UserError: as `file_shape`, a rank that is not the expected one, or non-finite values (the tensor is named).
     """
     shape = file_shape(path, config)
+    check_values(path)
     if rank is not None and shape.rank != rank:
         raise UserError(f"{path} has rank {shape.rank}, the run has rank {rank}; set --rank {shape.rank}")
     adapter = Adapter(shape)
@@ -131,9 +148,6 @@ def load_adapter(path: Path, config: Mapping, rank: int | None = None) -> Adapte
                 prefix, pair = _prefix(index, site), block[site]
                 down = file.get_tensor(f"{prefix}.lora_down.weight")
                 up = file.get_tensor(f"{prefix}.lora_up.weight")
-                for name, tensor in (("lora_down", down), ("lora_up", up)):
-                    if not torch.isfinite(tensor).all():
-                        raise UserError(f"{path}: {prefix}.{name}.weight holds non-finite values; use an earlier file")
                 pair.down.copy_(down)
                 pair.up.copy_(_swap_halves(site, up))
     return adapter

@@ -149,9 +149,7 @@ def open_base(base: str) -> BaseSource:
         UserError: nothing there, or files that do not fit the config.
     """
     if base == "embedded":
-        if (EMBEDDED / "embedded_base").is_dir():
-            return FolderSource(EMBEDDED / "embedded_base", description="embedded base")
-        return SeededSource(read_config(EMBEDDED / "embedded_base.json"), description="embedded base, random weights")
+        return FolderSource(EMBEDDED / "embedded_base", description="embedded base")
     path = Path(base)
     if path.suffix == ".json" and path.is_file():
         return SeededSource(read_config(path), description=f"random weights for {path}")
@@ -160,10 +158,9 @@ def open_base(base: str) -> BaseSource:
     raise UserError(f"--base {base}: expected 'embedded', a diffusers H3 folder or a config .json, and found none of them")
 
 
-def embedded_adapter() -> Path | None:
-    """The released adapter that ships with the embedded base, or None where the package has none."""
-    path = EMBEDDED / "released.safetensors"
-    return path if path.is_file() else None
+def embedded_adapter() -> Path:
+    """The released adapter that ships with the embedded base."""
+    return EMBEDDED / "released.safetensors"
 
 
 def read_config(path: Path) -> dict:
@@ -172,8 +169,10 @@ def read_config(path: Path) -> dict:
         raise UserError(f"no {path.name} in {path.parent}: expected a diffusers H3 folder (or its parent)")
     try:
         given = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise UserError(f"{path} holds {given!r}, expected the config of a MiniMaxH3Transformer3DModel")
     class_name = given.get("_class_name", "MiniMaxH3Transformer3DModel")
     if class_name != "MiniMaxH3Transformer3DModel":
         raise UserError(f"{path} describes a {class_name}, expected MiniMaxH3Transformer3DModel")
@@ -183,6 +182,16 @@ def read_config(path: Path) -> dict:
     if unknown := sorted(set(given) - set(known)):
         raise UserError(f"{path} has unknown keys {unknown}; this version of diffusers knows {sorted(known)}")
     merged = known | given
+    for key, default in known.items():
+        value = merged[key]
+        if key == "patch_size":
+            fits = isinstance(value, list | tuple) and tuple(value) == (1, 2, 2)
+        elif isinstance(default, float):
+            fits = isinstance(value, int | float) and value > 0
+        else:
+            fits = isinstance(value, int) and not isinstance(value, bool) and value >= (0 if key == "num_refiner_layers" else 1)
+        if not fits:
+            raise UserError(f"{path}: {key} is {value!r}; the release has {default!r}")
     return merged | {"patch_size": list(merged["patch_size"])}
 
 

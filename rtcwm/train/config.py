@@ -45,6 +45,7 @@ class RunConfig:
         require(bool(self.out), "--out is required: the folder of the run")
         self._at_least(1, "save_every", "max_skips", "batch")
         self._at_least(0, "warmup", "val_clips", "seed")
+        require(self.seed < 2**63, f"--seed {self.seed}: expected less than 2^63")
 
     def _at_least(self, least: int, *names: str) -> None:
         """Checks settings that may also be None."""
@@ -62,7 +63,9 @@ class RunConfig:
 class TrainConfig(RunConfig):
     """Settings of ``rtcwm.train.train``; every default but ``out`` trains on the embedded world."""
 
-    init_lora: str | None = option(None, "adapter to start from; a new one otherwise")
+    init_lora: str | None = option(
+        None, "adapter to start from; 'none': a new one; default: 'released' on the embedded base, a new one on others"
+    )
     rank: int | None = option(None, "rank of a new adapter; default: 128, or a quarter of a narrower base's width")
     objective: Literal["df", "tf"] = option("df", "df: diffusion forcing; tf: teacher forcing (clean history)")
     steps: int | None = option(None, "optimizer steps; default: epochs x samples / (ranks x batch x accumulation)")
@@ -94,7 +97,9 @@ class DistillConfig(RunConfig):
 
     save_every: int = option(20, "iterations between checkpoints; one is always written at the end")
     student_lora: str = option("", "adapter that the student starts from, of a diffusion-forcing or distillation run")
-    teacher_lora: str | None = option(None, "frozen teacher; default: the base without an adapter")
+    teacher_lora: str | None = option(
+        None, "frozen teacher; 'none': the base alone; default: 'released' on the embedded base, required on others"
+    )
     critic_lora: str | None = option(None, "the critic's start; default: the student's pair, or the teacher's adapter")
     teacher_kind: Literal["released", "causal"] = option("released", "37 latents bidirectional, or the student's own span")
     teacher_picture1: Literal["window", "start"] = option("window", "Picture 1 of a released teacher's window")

@@ -30,7 +30,7 @@ class DistillPlan:
 
     Attributes:
         starts: (clip, start frame) whose longest rollout lies in training chunks; too_short: clips without one.
-        critic_lora: the file that the critic starts from, or None.
+        teacher_lora, critic_lora: the files of the teacher and of the critic's start, or None.
     """
 
     config: DistillConfig
@@ -39,6 +39,7 @@ class DistillPlan:
     student_settings: AdapterSettings
     critic_settings: AdapterSettings
     student_shape: AdapterShape
+    teacher_lora: str | None
     critic_lora: str | None
     starts: tuple[tuple[Clip, int], ...]
     held_out: tuple[Clip, ...]
@@ -53,8 +54,8 @@ class DistillPlan:
             f"settings: {json.dumps(asdict(config))}",
             *self.inputs.lines(),
             f"student: {config.student_lora}, {self.student_shape.parameters:,} parameters (rank "
-            f"{self.student_shape.rank}); teacher: {config.teacher_lora or 'the base alone'}, {config.teacher_kind}; critic: "
-            f"{self.critic_lora or config.teacher_lora or 'new'}",
+            f"{self.student_shape.rank}); teacher: {self.teacher_lora or 'the base alone'}, {config.teacher_kind}; critic: "
+            f"{self.critic_lora or self.teacher_lora or 'new'}",
             f"schedule: {sigmas}; history: {config.rollout_history}; rollouts of {config.min_chunks} to {config.max_chunks} "
             f"chunks, the last {config.grad_chunks} with a graph",
             f"start frames: {len(self.starts)} of {len({clip.id for clip, _ in self.starts})} clips; held out: "
@@ -75,11 +76,11 @@ class DistillPlan:
         """Student, teacher (None: the base alone) and critic as they begin. A collective."""
         world, source = self.inputs.world, self.inputs.source
         student = preflight.read_adapter(world, self.config.student_lora, source)
-        teacher = self.config.teacher_lora and preflight.read_adapter(world, self.config.teacher_lora, source)
-        begins_as = self.critic_lora or self.config.teacher_lora
+        teacher = preflight.read_adapter(world, self.teacher_lora, source) if self.teacher_lora else None
+        begins_as = self.critic_lora or self.teacher_lora
         if begins_as is None:
             return student, None, Adapter(student.shape, self.config.seed)
-        return student, teacher or None, preflight.read_adapter(world, begins_as, source)
+        return student, teacher, preflight.read_adapter(world, begins_as, source)
 
 
 def prepare(world: World, config: DistillConfig) -> DistillPlan:
@@ -97,22 +98,24 @@ def prepare(world: World, config: DistillConfig) -> DistillPlan:
     identity = {
         "base": source.fingerprint,
         "codec": plan.inputs.codec_hash,
-        "clips": preflight.digest(
-            [*{clip.id: clip for clip, _ in plan.starts}.values(), *plan.held_out],
-            [(clip.id, start) for clip, start in plan.starts],
-        ),
+        "clips": preflight.digest(_clips(plan), [(clip.id, start) for clip, start in plan.starts]),
         "adapters": {
             name: {key: settings.deepspeed[key] for key in ("optimizer", "gradient_clipping")}
             for name, settings in (("student", plan.student_settings), ("critic", plan.critic_settings))
         },
     }
-    preflight.claim(world, config, config.out, identity, plan.held_out)
+    preflight.claim(world, config, identity, _clips(plan), plan.held_out)
     return plan
+
+
+def _clips(plan: DistillPlan) -> list[Clip]:
+    """The clips of a run, for training and held out."""
+    return [*{clip.id: clip for clip, _ in plan.starts}.values(), *plan.held_out]
 
 
 def _check_cheap(world: World, config: DistillConfig):
     """What needs no clips."""
-    checked = preflight.check_settings(world, config.base, config.base_config, config.attn)
+    checked = preflight.check_settings(world, config)
     for path in (config.student_config, config.critic_config):
         _adapter_settings(path)
     _sampler(config)
@@ -132,7 +135,7 @@ def _check_cheap(world: World, config: DistillConfig):
 
 
 def _plan(config: DistillConfig, inputs: Inputs) -> DistillPlan:
-    student_shape, critic_lora = _check_adapters(config, inputs.source, inputs.codec_hash)
+    student_shape, teacher_lora, critic_lora = _check_adapters(config, inputs.source, inputs.codec_hash)
     episodes = hold_out(inputs.clips, config.val_clips, config.seed)
     training = [clip for clip in inputs.clips if clip.episode not in episodes]
     starts = tuple((clip, start) for clip in training for start in rollout_starts(clip, config.max_chunks))
@@ -153,6 +156,7 @@ def _plan(config: DistillConfig, inputs: Inputs) -> DistillPlan:
         student_settings=_adapter_settings(config.student_config),
         critic_settings=_adapter_settings(config.critic_config),
         student_shape=student_shape,
+        teacher_lora=teacher_lora,
         critic_lora=critic_lora,
         starts=starts,
         held_out=tuple(clip for clip in inputs.clips if clip.episode in episodes),
@@ -187,8 +191,11 @@ def _adapter_settings(config: str | None) -> AdapterSettings:
     return settings
 
 
-def _check_adapters(config: DistillConfig, source: BaseSource, codec: str | None) -> tuple[AdapterShape, str | None]:
-    """Student, teacher and critic against the base and each other; returns the student's shape and the critic's file."""
+def _check_adapters(
+    config: DistillConfig, source: BaseSource, codec: str | None
+) -> tuple[AdapterShape, str | None, str | None]:
+    """Student, teacher and critic against the base and each other; returns the student's shape and the files of the
+    teacher and of the critic's start."""
     student = read_metadata(Path(config.student_lora))
     distilled = student.get("objective") == "dmd"
     schedule = {"steps": str(config.steps), "shift": str(config.shift), "history": config.rollout_history}
@@ -198,7 +205,7 @@ def _check_adapters(config: DistillConfig, source: BaseSource, codec: str | None
     )  # fmt: skip
     if student.get("objective") == "critic":
         raise UserError(f"--student-lora {config.student_lora} is a critic; name the student_iter file beside it")
-    _check_teacher(config, source, codec)
+    teacher = _check_teacher(config, source, codec)
     critic = config.critic_lora or (_pair(config.student_lora) if distilled else None)
     if critic:
         preflight.check_adapter(critic, source, codec=codec, teacher_kind=config.teacher_kind)
@@ -210,19 +217,25 @@ def _check_adapters(config: DistillConfig, source: BaseSource, codec: str | None
                 f"--critic-lora {critic} was trained causally ({objective}) and cannot score a released teacher's "
                 "bidirectional window; start the critic from the teacher's adapter or set --teacher-kind causal"
             )
-    return shape, critic
+    return shape, teacher, critic
 
 
-def _check_teacher(config: DistillConfig, source: BaseSource, codec: str | None) -> None:
-    if config.teacher_lora is None:
-        return
-    preflight.check_adapter(config.teacher_lora, source, codec=codec)
-    objective = read_metadata(Path(config.teacher_lora)).get("objective")
+def _check_teacher(config: DistillConfig, source: BaseSource, codec: str | None) -> str | None:
+    """The teacher's file, checked. On a base of the user's own it has to be named: a default would distil from the wrong
+    model without a word."""
+    path = preflight.adapter_path(config.teacher_lora, config.base, default="")
+    if path == "":
+        raise UserError("--teacher-lora is required on this --base: the released adapter, or 'none' for the base alone")
+    if path is None:
+        return None
+    preflight.check_adapter(path, source, codec=codec)
+    objective = read_metadata(Path(path)).get("objective")
     if objective in CAUSAL_OBJECTIVES and config.teacher_kind == "released":
         raise UserError(
-            f"--teacher-lora {config.teacher_lora} was trained causally ({objective}); a released teacher sees 37 latents "
+            f"--teacher-lora {path} was trained causally ({objective}); a released teacher sees 37 latents "
             "in both directions. Set --teacher-kind causal, or name the released adapter"
         )
+    return path
 
 
 def _pair(student: str) -> str:

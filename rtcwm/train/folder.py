@@ -1,6 +1,8 @@
 """The folder of a run, ``--out``: what it was started with, and what others load from it."""
 
+import fcntl
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,11 +16,42 @@ MAY_CHANGE = ("out", "save_every", "val_every", "max_skips", "attn", "base_confi
 the identity holds what does; its accumulation may change with the number of ranks."""
 
 
+RUN_FILES = ("state", "train_log.jsonl", "tensorboard")
+"""What a run that has begun leaves besides its adapters."""
+
+LOCKS: list = []
+"""Open lock files of this process; the system lets go of them when it ends, however it ends."""
+
+
 class RunFolder:
     """Paths of a run, and the checks that keep two runs out of one folder. Used on rank 0 alone."""
 
     def __init__(self, path: str):
         self.path = Path(path)
+
+    def _lock(self) -> None:
+        """Keeps other processes out of the folder for the life of this one.
+
+        Raises:
+            UserError: one is in it.
+        """
+        lock = (self.path / ".lock").open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            holder = lock.read().strip()
+            lock.close()
+            if holder == str(os.getpid()):
+                return
+            raise UserError(
+                f"process {holder or '(unknown)'} is working in --out {self.path}: wait for it, end it (ranks may outlive a "
+                "killed launcher), or choose another folder"
+            ) from error
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        LOCKS.append(lock)
 
     def claim(self, settings: object, identity: dict) -> bool:
         """Records the run's settings, or holds them against those recorded.
@@ -36,14 +69,15 @@ class RunFolder:
         file = self.path / "args.json"
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"--out {self.path} is a file; name a folder")
-        if not file.is_file():
-            try:
-                self.path.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UserError(f"cannot make --out {self.path}: {error}") from error
-            foreign = [p.name for p in self.path.iterdir() if p.name == "state" or p.suffix == ".safetensors"]
-            if foreign:
-                raise UserError(f"--out {self.path} holds {sorted(foreign)} but no args.json; choose another folder")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock()
+        except OSError as error:
+            raise UserError(f"cannot make or write --out {self.path}: {error}") from error
+        begun = [p.name for p in self.path.iterdir() if p.name in RUN_FILES or p.suffix == ".safetensors"]
+        if not file.is_file() or not begun:
+            if begun:
+                raise UserError(f"--out {self.path} holds {sorted(begun)} but no args.json; choose another folder")
             replace_file(file, lambda path: path.write_text(json.dumps(wanted, indent=1) + "\n"))
             return False
         try:

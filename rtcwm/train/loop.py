@@ -61,6 +61,7 @@ class Loop(ABC):
         newest = self.checkpoints.newest()
         if newest is not None:
             self.load_state_dict(self.checkpoints.load(engines, newest))
+            world.on_main(self.write_adapters)  # a death between the checkpoint and its adapters leaves the latter out
         self.good = self.state_dict()
         self.record = Record(folder.path if world.is_main else None, LOG, self.step, self.steps, unit)
         self.clock = Clock()
@@ -90,9 +91,14 @@ class Loop(ABC):
             self._advance()
             if self.world.any(self.world.stop_requested):
                 self._save()
-                self.record.say(f"stopped by SIGTERM after {self.unit} {self.step}; the same command continues from there")
+                self.record.say(f"stopped by a signal (SIGTERM or SIGINT) after {self.unit} {self.step}; the same command continues from there")
                 break
         self.record.close()
+        if self.step == self.steps and self.skips_in_row:
+            raise UserError(
+                f"the last {self.skips_in_row} of {self.steps} {self.unit}s had a non-finite loss or gradient: the adapters "
+                f"are those of the last good {self.unit}. Lower the learning rate, or start from another adapter"
+            )
 
     def state_dict(self) -> dict:
         """Everything that resume needs besides the engines."""
@@ -140,8 +146,11 @@ class Loop(ABC):
 
     def _save(self) -> None:
         """One checkpoint, and the adapters as users load them."""
-        names = self.world.on_main(self.write_adapters)
+        if self.skipped == self.step:
+            self.record.say(f"nothing to save after {self.unit} {self.step}: no {self.unit} has made an update yet")
+            return
         self.checkpoints.save(self.step, self.engines, self.state_dict())
+        names = self.world.on_main(self.write_adapters)
         self.record.say(f"saved {self.checkpoints.path(self.step)} and {', '.join(names)}")
 
     def _stop_on_bad_numbers(self) -> None:

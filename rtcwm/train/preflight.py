@@ -11,8 +11,9 @@ from pathlib import Path
 
 from rtcwm import __version__
 from rtcwm.data.clips import Clip, open_clips
-from rtcwm.data.codec import load_codec
-from rtcwm.data.make import write_world
+from rtcwm.data.codec import TEXT_DIM, load_codec
+from rtcwm.data.make import CLIPS_AN_EPISODE, write_world
+from rtcwm.data.manifest import clip_hash
 from rtcwm.engine.base import shard_group_size
 from rtcwm.engine.settings import (
     AdapterSettings,
@@ -23,12 +24,13 @@ from rtcwm.engine.settings import (
     shipped_config,
 )
 from rtcwm.engine.world import World
-from rtcwm.errors import UserError
-from rtcwm.model.adapter_files import file_shape, load_adapter, read_metadata
+from rtcwm.errors import SharedError, UserError
+from rtcwm.model.adapter_files import check_values, file_shape, load_adapter, read_metadata
 from rtcwm.model.kernels import Kernel, resolve
 from rtcwm.model.layout import SPAN_CHUNKS
-from rtcwm.model.loading import BaseSource, open_base
+from rtcwm.model.loading import BaseSource, embedded_adapter, open_base
 from rtcwm.model.lora import Adapter, AdapterShape
+from rtcwm.train.config import RunConfig, require
 from rtcwm.train.dataset import load_window, start_frames
 from rtcwm.train.folder import RunFolder
 
@@ -73,13 +75,24 @@ class Inputs:
         }  # fmt: skip
 
 
-def check_settings(
-    world: World, base: str, base_config: str | None, attn: str
-) -> tuple[BaseSource, BaseSettings, Kernel]:
-    """What needs no clips: the base engine's file, the shard group, the base's files, the attention kernel."""
-    settings = read_base_settings(Path(base_config) if base_config else default_base_config(world.device))
+def check_settings(world: World, config: RunConfig) -> tuple[BaseSource, BaseSettings, Kernel]:
+    """What needs no clips: the base engine's file, the shard group, the base's files, the attention kernel; and whether
+    the embedded clips, where they are still to be made, would do."""
+    file = Path(config.base_config) if config.base_config else default_base_config(world.device)
+    settings = read_base_settings(file)
     shard_group_size(world, settings)
-    return open_base(base), settings, resolve(attn, world.device)
+    source = open_base(config.base)
+    if config.clips == "embedded":
+        require(
+            source.config["text_dim"] == TEXT_DIM,
+            f"--clips embedded has text of width {TEXT_DIM}, the base takes {source.config['text_dim']}: name prepared clips",
+        )
+        most = EMBEDDED_CLIPS - CLIPS_AN_EPISODE
+        require(
+            config.val_clips <= most,
+            f"--val-clips {config.val_clips} would hold out every one of the {EMBEDDED_CLIPS} embedded clips: at most {most}",
+        )
+    return source, settings, resolve(config.attn, world.device)
 
 
 def adapter_settings(config: str | None) -> AdapterSettings:
@@ -130,14 +143,33 @@ def read_inputs(
     return Inputs(world, source, settings, kernel, clips, codec["hash"], window.layout(stream=True).rows)
 
 
+def adapter_path(name: str | None, base: str, default: str) -> str | None:
+    """The file that an adapter flag names: itself, "released" for the embedded base's own, None for "none".
+
+    Args:
+        name: as given, or None; base: ``--base``; default: what None stands for on another base than the embedded one,
+            whose default is "released".
+
+    Raises:
+        UserError: "released" on another base.
+    """
+    name = name or ("released" if base == "embedded" else default)
+    if name == "released":
+        if base != "embedded":
+            raise UserError("'released' names the embedded base's own adapter; on another --base name the adapter's file")
+        return str(embedded_adapter())
+    return None if name == "none" else name
+
+
 def check_adapter(path: str, source: BaseSource, **expected: str | None) -> AdapterShape:
     """Holds an adapter file against a base and against expected metadata (None: no expectation).
 
     What the file does not say is accepted: adapters of other trainers carry no such metadata.
 
     Raises:
-        UserError: the file, its shapes, its base or one of the expected entries does not fit.
+        UserError: the file, its shapes, its values, its base or one of the expected entries does not fit.
     """
+    check_values(Path(path))
     shape, metadata = file_shape(Path(path), source.config), read_metadata(Path(path))
     if metadata.get("base") not in (None, source.fingerprint):
         raise UserError(
@@ -169,12 +201,29 @@ def digest(clips: Sequence[Clip], samples: object) -> str:
     return state.hexdigest()
 
 
-def claim(world: World, config: object, out: str, identity: Mapping, held_out: Sequence[Clip]) -> None:
-    """Compares the run's identity across ranks and claims its folder. A collective; see `RunFolder.claim`."""
+def claim(
+    world: World, config: RunConfig, identity: Mapping, clips: Sequence[Clip], held_out: Sequence[Clip]
+) -> None:
+    """Compares the run's identity across ranks and claims its folder. A collective; see `RunFolder.claim`.
+
+    Contents of the clips count too: one rank of every node hashes a sample of their bytes (`manifest.clip_hash`).
+    """
     world.same("base, clips or samples", identity)
-    folder = RunFolder(out)
-    if world.on_main(lambda: folder.claim(config, dict(identity))):
-        world.print(f"--out {out} holds this run")
+    contents = world.gather(_contents(clips) if world.local_rank == 0 else None)
+    for rank, found in enumerate(contents):
+        if found not in (None, contents[0]):
+            raise SharedError(f"the clips that rank {rank} reads have other contents than those of rank 0: copy them again")
+    folder = RunFolder(config.out)
+    if world.on_main(lambda: folder.claim(config, {**identity, "contents": contents[0]})):
+        world.print(f"--out {config.out} holds this run")
         return
     held = [{"clip": clip.id, "episode": clip.episode} for clip in held_out]
     world.on_main(lambda: folder.write_json("val_samples.json", held))
+
+
+def _contents(clips: Sequence[Clip]) -> str:
+    """Hash over a sample of the bytes of every clip."""
+    state = hashlib.blake2b(digest_size=16)
+    for clip in sorted(clips, key=lambda clip: clip.id):
+        state.update(clip_hash(clip.path).encode())
+    return state.hexdigest()

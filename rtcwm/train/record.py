@@ -6,10 +6,10 @@ and the events are written anew, so no step appears twice in either, whatever ki
 
 import json
 import math
-import shutil
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
@@ -33,7 +33,8 @@ class Record:
         self.last_said = time.monotonic()
         kept = keep_steps(self.path, first_step)
         events = folder / "tensorboard"
-        shutil.rmtree(events, ignore_errors=True)
+        for old in events.glob("events.out.tfevents.*"):
+            old.unlink()
         self.writer = SummaryWriter(str(events))
         for row in kept:
             self._scalars(row)
@@ -47,7 +48,8 @@ class Record:
         if self.folder is not None:
             self.last_said = time.monotonic()
             self.bar.clear()
-            print(text, flush=True)
+            with suppress(BrokenPipeError):  # a reader such as head that has left is no reason to stop
+                print(text, flush=True)
             self.bar.refresh()
 
     def progress(self, text: str, every: float = 30.0) -> None:

@@ -56,7 +56,7 @@ class Trainer(Loop):
         super().__init__(
             world, folder, {"adapter": self.engine}, sampler, plan.steps, config.save_every, config.max_skips
         )
-        for line in plan.lines():
+        for line in plan.lines(self.steps):
             self.record.say(line)
         self.record.say(f"memory after sharding: {resident_gib(world.device):.2f} GiB on rank 0")
 

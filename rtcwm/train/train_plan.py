@@ -19,12 +19,14 @@ class TrainPlan:
     """What a training run derives from its settings and inputs.
 
     Attributes:
+        init_lora: the adapter file to start from, or None for a new one.
         samples: (clip, first chunk of the span); held_out: clips kept from training; dropped: spans left out, by reason.
         steps: planned optimizer steps.
     """
 
     config: TrainConfig
     inputs: Inputs
+    init_lora: str | None
     adapter_settings: AdapterSettings
     adapter_shape: AdapterShape
     samples: tuple[tuple[Clip, int], ...]
@@ -32,18 +34,21 @@ class TrainPlan:
     dropped: dict[str, int]
     steps: int
 
-    def lines(self) -> list[str]:
-        """What is printed before the first step."""
+    def lines(self, steps: int) -> list[str]:
+        """What is printed before the first step. steps: of the whole run, which a resumed one keeps on other ranks."""
         spans = self.inputs.world.size * self.config.batch * self.adapter_settings.accumulation
         dropped = sum(self.dropped.values())
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
         return [
             f"settings: {json.dumps(asdict(self.config))}",
             *self.inputs.lines(),
-            f"trainable parameters: {self.adapter_shape.parameters:,} (rank {self.adapter_shape.rank})",
+            f"trainable parameters: {self.adapter_shape.parameters:,} (rank {self.adapter_shape.rank}, from "
+            f"{self.init_lora or 'a new adapter'})",
             f"samples: {len(self.samples)} spans of {len({clip.id for clip, _ in self.samples})} clips; held out: "
             f"{len(self.held_out)} clips; dropped: {dropped} spans" + (f" ({reasons})" if dropped else ""),
-            f"steps: {self.steps} of {spans} spans ({self.steps * spans / len(self.samples):.2f} epochs)",
+            f"steps: {steps} of {spans} spans ({steps * spans / len(self.samples):.2f} epochs)"
+            + (f", planned at the start ({self.steps} would follow from --epochs now)" if steps != self.steps else "")
+            + (f"; warm-up of {self.config.warmup}: the peak is not reached" if self.config.warmup > steps else ""),
         ]
 
     def metadata(self) -> dict[str, str]:
@@ -56,9 +61,9 @@ class TrainPlan:
 
     def initial_adapter(self) -> Adapter:
         """The adapter that training starts from. A collective."""
-        if self.config.init_lora is None:
+        if self.init_lora is None:
             return Adapter(self.adapter_shape, self.config.seed)
-        return preflight.read_adapter(self.inputs.world, self.config.init_lora, self.inputs.source)
+        return preflight.read_adapter(self.inputs.world, self.init_lora, self.inputs.source)
 
 
 def prepare(world: World, config: TrainConfig) -> TrainPlan:
@@ -69,10 +74,10 @@ def prepare(world: World, config: TrainConfig) -> TrainPlan:
     """
 
     def check_cheap():
-        checked = preflight.check_settings(world, config.base, config.base_config, config.attn)
+        checked = preflight.check_settings(world, config)
         preflight.adapter_settings(config.adapter_config)
-        if config.init_lora:
-            preflight.check_adapter(config.init_lora, checked[0])
+        if path := _init_lora(config):
+            preflight.check_adapter(path, checked[0])
         return checked
 
     source, settings, kernel = world.on_all(check_cheap)
@@ -91,15 +96,16 @@ def prepare(world: World, config: TrainConfig) -> TrainPlan:
         "clips": preflight.digest(clips, [(clip.id, first) for clip, first in plan.samples]),
         "adapter": optimizer,
     }
-    preflight.claim(world, config, config.out, identity, plan.held_out)
+    preflight.claim(world, config, identity, clips, plan.held_out)
     return plan
 
 
 def _plan(config: TrainConfig, inputs: Inputs) -> TrainPlan:
     settings = preflight.adapter_settings(config.adapter_config)
+    init_lora = _init_lora(config)
     shape = preflight.new_adapter_shape(inputs.source, config.rank)
-    if config.init_lora:
-        shape = preflight.check_adapter(config.init_lora, inputs.source, codec=inputs.codec_hash)
+    if init_lora:
+        shape = preflight.check_adapter(init_lora, inputs.source, codec=inputs.codec_hash)
     listed = list_samples(inputs.clips, config.val_clips, config.seed)
     samples = tuple((inputs.clips[index], first) for index, first in listed.train)
     if config.max_samples is not None:
@@ -108,4 +114,9 @@ def _plan(config: TrainConfig, inputs: Inputs) -> TrainPlan:
     EpochSampler(len(samples), inputs.world.size, config.seed)  # fewer samples than ranks: an error now
     spans = inputs.world.size * config.batch * settings.accumulation
     steps = config.steps or max(1, round(config.epochs * len(samples) / spans))
-    return TrainPlan(config, inputs, settings, shape, samples, listed.held_out, dict(listed.dropped), steps)
+    return TrainPlan(config, inputs, init_lora, settings, shape, samples, listed.held_out, dict(listed.dropped), steps)
+
+
+def _init_lora(config: TrainConfig) -> str | None:
+    """The adapter file to start from; ``--rank`` asks for a new adapter."""
+    return None if config.rank else preflight.adapter_path(config.init_lora, config.base, default="none")
