@@ -5,8 +5,8 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   ?= .venv
 OUT    ?= runs/demo
-STEPS  ?= 60
-ITERS  ?= 5
+STEPS  ?= 40
+ITERS  ?= 3
 RANKS  ?= 2
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
@@ -31,7 +31,7 @@ demo: $(READY)
 	deepspeed --num_gpus $(RANKS) --module rtcwm.train.train --out $(OUT)/df --steps $(STEPS) --save-every 20 \
 	    --lr 2e-3 --lr-min 1e-4
 	deepspeed --num_gpus $(RANKS) --module rtcwm.train.distill --out $(OUT)/dmd --clips $(OUT)/df/clips --iters $(ITERS) \
-	    --student-lora $(OUT)/df/lora_step$$(printf %05d $(STEPS)).safetensors --gen-lr 2e-4 --critic-lr 4e-4 --warmup 2
+	    --student-lora $(OUT)/df/lora_step$$(printf %05d $(STEPS)).safetensors --gen-lr 2e-4 --critic-lr 4e-4 --warmup 2 --critic-per-gen 2
 	rtcwm evaluate --out $(OUT)/eval --run $(OUT)/dmd --chunks 14 --max_clips 1 \
 	    --model+ forced=$(OUT)/df/lora_step$$(printf %05d $(STEPS)).safetensors:few,forced=true \
 	    --model+ df=$(OUT)/df/lora_step$$(printf %05d $(STEPS)).safetensors:few \
