@@ -17,7 +17,9 @@ def main() -> None:
     """Runs one subcommand; a user's error is one line and exit code 2."""
     # Flags may be written with dashes, as the programs' are.
     arguments = [
-        word if not word.startswith("--") else "--" + word[2:].partition("=")[0].replace("-", "_") + word[len(word.partition("=")[0]) :]
+        word
+        if not word.startswith("--")
+        else "--" + word[2:].partition("=")[0].replace("-", "_") + word[len(word.partition("=")[0]) :]
         for word in sys.argv[1:]
     ]
     try:

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from functools import partial
 
 import pytest
 import torch

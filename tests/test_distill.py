@@ -99,7 +99,8 @@ def plain(options: dict, ranks: int, one_level: bool = False) -> dict:
     kernel, slot = resolve("sdpa", "cpu"), inject(model)
     install(model, kernel)
     student, teacher, critic = (
-        load_adapter(Path(path), source.config) for path in (config.student_lora, config.teacher_lora, config.critic_lora)
+        load_adapter(Path(path), source.config)
+        for path in (config.student_lora, config.teacher_lora, config.critic_lora)
     )
     settings = {"betas": (0.0, 0.999), "eps": 1e-8, "weight_decay": 0.01}
     optimizers = {
@@ -169,7 +170,9 @@ def plain(options: dict, ranks: int, one_level: bool = False) -> dict:
             visit = samplers[rank].next(rank)
             clip, first = starts[visit.sample]
             truth = load_window(clip, first, first, chunks=chunks)
-            conditions = Conditions(truth.picture1, truth.text, truth.text_tags, torch.zeros(1, 340, 32), truth.geometry)
+            conditions = Conditions(
+                truth.picture1, truth.text, truth.text_tags, torch.zeros(1, 340, 32), truth.geometry
+            )
             made = rollout(
                 model, kernel, conditions, truth.proxy, sampler, drawn(streams.own("rollout noise", visit.position)), stops,
                 range(chunks - config.grad_chunks, chunks), bound(student), bound(student),
@@ -376,7 +379,10 @@ def test_bad_input_is_refused_before_anything_heavy(options, tmp_path):
         ({"student_lora": str(tmp_path / "none")}, "no adapter file"),
         ({"teacher_lora": adapter("t1", objective="df")}, "Set --teacher-kind causal"),
         ({"critic_lora": adapter("c1", objective="df")}, "cannot score a released teacher's"),
-        ({"critic_lora": adapter("c2", objective="critic", teacher_kind="causal")}, "teacher_kind causal, this run has"),
+        (
+            {"critic_lora": adapter("c2", objective="critic", teacher_kind="causal")},
+            "teacher_kind causal, this run has",
+        ),
         ({"critic_lora": adapter("c3", objective="dmd")}, "is a student"),
         ({"student_config": str(accumulate)}, "gradient_accumulation_steps is 2"),
         ({"mask_rule": "ahead1"}, "cannot reuse keys and values"),
@@ -396,7 +402,12 @@ def test_the_default_schedule_is_the_recipe():
     config = DistillConfig(out="x", student_lora="y")
     found = (config.steps, config.iters, config.min_chunks, config.max_chunks, config.gen_lr, config.critic_lr)
     assert found == (4, 200, 8, 14, 2e-6, 4e-6)
-    assert (config.critic_per_gen, config.grad_chunks, config.teacher_kind, config.teacher_picture1) == (7, 4, "released", "window")
+    assert (config.critic_per_gen, config.grad_chunks, config.teacher_kind, config.teacher_picture1) == (
+        7,
+        4,
+        "released",
+        "window",
+    )
     assert (config.warmup, config.save_every) == (10, 20)
 
 
@@ -416,7 +427,13 @@ def go_bad(world, options: dict) -> tuple:
 
 
 def test_bad_numbers_end_the_run_with_the_last_healthy_pair(options, tmp_path):
-    choice = options | {"out": str(tmp_path / "run"), "iters": 20, "max_skips": 2, "save_every": 100, "critic_per_gen": 1}
+    choice = options | {
+        "out": str(tmp_path / "run"),
+        "iters": 20,
+        "max_skips": 2,
+        "save_every": 100,
+        "critic_per_gen": 1,
+    }
     message, student = run_ranks(1, go_bad, choice)[0]
     assert "2 iterations in a row had a non-finite loss or gradient (iterations 3 to 4)" in message
     state = load_file(tmp_path / "run" / "state" / "step00002" / "student.safetensors")
@@ -430,5 +447,7 @@ def test_started_alone_with_a_truncated_student(options, tmp_path):
     tensors = load_file(options["student_lora"])
     save_file(tensors, student)
     student.write_bytes(student.read_bytes()[:-9])
-    output = run(alone(), MODULE, options | {"out": tmp_path / "run", "student_lora": student}, tmp_path / "log", code=2)
+    output = run(
+        alone(), MODULE, options | {"out": tmp_path / "run", "student_lora": student}, tmp_path / "log", code=2
+    )
     assert "may be truncated" in output and "Traceback" not in output and not (tmp_path / "run").exists()

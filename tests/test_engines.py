@@ -82,7 +82,9 @@ def reference(samples_a_step: int, steps: int = STEPS) -> tuple[list, list, dict
     losses, norms = [], []
     for step in range(steps):
         indices = range(step * samples_a_step, (step + 1) * samples_a_step)
-        loss = torch.stack([loss_of(model, index, lambda layout: Masked(boolean_mask(layout, "E"))) for index in indices])
+        loss = torch.stack(
+            [loss_of(model, index, lambda layout: Masked(boolean_mask(layout, "E"))) for index in indices]
+        )
         loss.mean().backward()
         norms.append(torch.nn.utils.clip_grad_norm_(adapter.parameters(), CLIP).item())
         losses.append(loss.mean().item())
@@ -212,7 +214,9 @@ def test_resume_is_exact_and_carries_over_to_another_world(tmp_path):
         assert_same_weights(whole, result)
         assert result["losses"] == whole["losses"][2:]
     # One rank that accumulates two samples does the same work; only the order of sums differs.
-    (alone,) = run_ranks(1, train, *configs(tmp_path, None, {"gradient_accumulation_steps": 2}), 4, None, tmp_path / "state")
+    (alone,) = run_ranks(
+        1, train, *configs(tmp_path, None, {"gradient_accumulation_steps": 2}), 4, None, tmp_path / "state"
+    )
     for name, value in whole["weights"].items():
         torch.testing.assert_close(alone["weights"][name], value, rtol=0, atol=1e-6)
 
@@ -257,7 +261,9 @@ def park(world, base_settings, adapter_settings) -> tuple:
                 for state in engine.engine.optimizer.optimizer.state.values():
                     state.update({key: value.clone() for key, value in state.items()})
                 engine.unpark()
-            engine.backward(factor * sum(pair.up.square().sum() + pair.down.square().sum() for pair in engine.adapter.pairs()))
+            engine.backward(
+                factor * sum(pair.up.square().sum() + pair.down.square().sum() for pair in engine.adapter.pairs())
+            )
             engine.step(LR)
         states.append(engine.state_dict())
         steps = {float(state["step"]) for state in engine.engine.optimizer.optimizer.state.values()}

@@ -26,7 +26,9 @@ def trained(seed: int = 0, shape: AdapterShape = SHAPE) -> Adapter:
 
 def velocity_of(model, window) -> torch.Tensor:
     layout = window.layout(stream=True)
-    return predict_velocity(model, window, layout, torch.tensor([0.3, 0.8]), make_attend(resolve("sdpa", "cpu"), layout, "E"))
+    return predict_velocity(
+        model, window, layout, torch.tensor([0.3, 0.8]), make_attend(resolve("sdpa", "cpu"), layout, "E")
+    )
 
 
 def test_an_adapter_equals_its_merged_weights():
@@ -65,7 +67,13 @@ def test_a_new_adapter_changes_nothing_and_several_share_one_base():
 
 
 def test_the_released_size():
-    released = {"num_layers": 50, "hidden_size": 5376, "num_attention_heads": 56, "attention_head_dim": 128, "ffn_dim": 14336}
+    released = {
+        "num_layers": 50,
+        "hidden_size": 5376,
+        "num_attention_heads": 56,
+        "attention_head_dim": 128,
+        "ffn_dim": 14336,
+    }
     assert AdapterShape.of(released, 128).parameters == 596_377_600
     assert 3 * 50 * len(SITES) == 600  # tensors with alpha
 
@@ -96,7 +104,9 @@ def test_file_layout_is_the_released_one(tmp_path):
     fc1 = tensors["lora_unet_blocks_1_mlp_fc1.lora_up.weight"]
     value, gate = adapter.blocks[1]["ffn_in"].up.bfloat16().chunk(2)  # diffusers: value, then gate
     assert torch.equal(fc1, torch.cat([gate, value]))
-    assert torch.equal(tensors["lora_unet_blocks_0_attn_qkv_proj.lora_up.weight"], adapter.blocks[0]["attn_qkv"].up.bfloat16())
+    assert torch.equal(
+        tensors["lora_unet_blocks_0_attn_qkv_proj.lora_up.weight"], adapter.blocks[0]["attn_qkv"].up.bfloat16()
+    )
     assert tensors["lora_unet_blocks_0_mlp_fc2.alpha"] == 6.0
 
 
@@ -158,9 +168,7 @@ def test_other_rank_base_and_damage(tmp_path):
         load_adapter(tmp_path / "none.safetensors", CONFIG)
 
 
-@pytest.mark.parametrize(
-    ("value", "message"), [(0.0, "zero everywhere"), (float("inf"), "non-finite")]
-)
+@pytest.mark.parametrize(("value", "message"), [(0.0, "zero everywhere"), (float("inf"), "non-finite")])
 def test_unhealthy_weights_are_not_saved(tmp_path, value, message):
     adapter = trained()
     with torch.no_grad():

@@ -79,7 +79,9 @@ def test_the_gradient_is_the_slope_of_the_divergence(sigma):
     noisy = add_noise(clean.detach(), noise, sigma)
     fake, real = posterior_mean(noisy, mean, std, sigma), posterior_mean(noisy, real_mean, real_std, sigma)
     step = 1e-5
-    slope = (kl(mean + step, std, real_mean, real_std, sigma) - kl(mean - step, std, real_mean, real_std, sigma)) / (2 * step)
+    slope = (kl(mean + step, std, real_mean, real_std, sigma) - kl(mean - step, std, real_mean, real_std, sigma)) / (
+        2 * step
+    )
     gradient = 0.0
     for sample in range(2):  # each with a normaliser of its own
         leaf = clean[sample : sample + 1]

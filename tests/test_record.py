@@ -17,7 +17,9 @@ from rtcwm.train.record import Clock, Record, duration, keep_steps
 
 def fill(record: Record, steps: range) -> None:
     for step in steps:
-        row = {"loss": step / 10, "grad_norm": None} | ({"val": {"loss": 1.5, "by_level": [1.0, 2.0]}} if step == 2 else {})
+        row = {"loss": step / 10, "grad_norm": None} | (
+            {"val": {"loss": 1.5, "by_level": [1.0, 2.0]}} if step == 2 else {}
+        )
         record.row(step, row, f"step {step}", advance=1)
     record.close()
 
@@ -144,7 +146,9 @@ def test_a_reader_that_leaves_does_not_stop_the_run(tmp_path):
         "for step in range(9000): record.row(step, {'loss': 1.0}, 'x' * 80)\n"
         "record.close()\n"
     )
-    writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     writer.stdout.read(10)
     writer.stdout.close()
     writer.wait(60)

@@ -77,7 +77,8 @@ def test_solvers():
     # On the straight path Euler keeps the noise: exact for a velocity that does not change.
     torch.testing.assert_close(euler(state, clean, sigma, following), 0.5 * clean + 0.5 * eps)
     torch.testing.assert_close(
-        euler(state, clean, sigma, following), state + (0.8 - 0.5) * (clean - eps)  # x + dt v
+        euler(state, clean, sigma, following),
+        state + (0.8 - 0.5) * (clean - eps),  # x + dt v
     )
     torch.testing.assert_close(renoise(clean, fresh, following), 0.5 * clean + 0.5 * fresh)
     assert torch.equal(euler(state, clean, sigma, torch.tensor(0.0)), clean)

@@ -162,7 +162,16 @@ def test_learning_rate_warms_up_and_ends_at_its_minimum():
 
 
 def test_launcher_options_are_found_before_the_program():
-    words = ["python3", "/venv/bin/deepspeed", "--hostfile", "hosts", "--module", "rtcwm.train.train", "--num_gpus", "3"]
+    words = [
+        "python3",
+        "/venv/bin/deepspeed",
+        "--hostfile",
+        "hosts",
+        "--module",
+        "rtcwm.train.train",
+        "--num_gpus",
+        "3",
+    ]
     assert _option(words, ("-H", "--hostfile")) == "hosts"
     assert _option(words, ("--num_gpus",)) is None
     assert _option(["python3", "deepspeed", "--hostfile=h", "x.py"], ("--hostfile",)) == "h"

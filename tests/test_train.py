@@ -18,8 +18,8 @@ from rtcwm.model.adapter_files import load_adapter, read_metadata, save_adapter
 from rtcwm.model.loading import open_base
 from rtcwm.model.lora import Adapter, AdapterShape
 from rtcwm.train.config import TrainConfig
-from rtcwm.train.train_plan import prepare
 from rtcwm.train.train import Trainer
+from rtcwm.train.train_plan import prepare
 
 MODULE = "rtcwm.train.train"
 STEPS = 8
@@ -135,7 +135,10 @@ def test_a_missing_hostfile_is_not_one_machine(settings, tmp_path):
 
 
 def test_sigterm_saves_and_leaves(settings, tmp_path):
-    arguments, log = settings | {"out": tmp_path / "run", "steps": 5000, "save_every": 5000, "val_every": 0}, tmp_path / "log"
+    arguments, log = (
+        settings | {"out": tmp_path / "run", "steps": 5000, "save_every": 5000, "val_every": 0},
+        tmp_path / "log",
+    )
     process = start(alone(), MODULE, arguments, log)
     while "step 3/" not in log.read_text():
         assert process.poll() is None, log.read_text()

@@ -142,7 +142,9 @@ def replace_folder(target: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def replace_file(target: Path, write: Callable[[Path], None], check: Callable[[Path], None] = lambda path: None) -> None:
+def replace_file(
+    target: Path, write: Callable[[Path], None], check: Callable[[Path], None] = lambda path: None
+) -> None:
     """Makes a file complete or absent: written aside, checked, flushed, then renamed.
 
     Raises:

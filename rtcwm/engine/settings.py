@@ -93,7 +93,9 @@ def read_base_settings(path: Path) -> BaseSettings:
     config = _read(path, BASE_KEYS)
     zero = _section(path, config, "zero_optimization")
     if zero.setdefault("stage", 3) != 3:
-        raise UserError(f"{path}: zero_optimization.stage is {zero['stage']!r}; the frozen base is partitioned by stage 3")
+        raise UserError(
+            f"{path}: zero_optimization.stage is {zero['stage']!r}; the frozen base is partitioned by stage 3"
+        )
     # One block is one fetch, nothing stays gathered between uses, and linear layers stay torch's own.
     zero |= {"stage3_param_persistence_threshold": 0, "memory_efficient_linear": False} | zero
     if zero.setdefault("leaf_module", {"classes": [BLOCK_CLASS]}) != {"classes": [BLOCK_CLASS]}:

@@ -107,7 +107,9 @@ def file_shape(path: Path, config: Mapping) -> AdapterShape:
                 wanted[f"{_prefix(index, site)}.lora_up.weight"] = [outputs, rank]
         for name, size in wanted.items():
             if name not in names:
-                raise UserError(f"{path} lacks {name}: made for a base with other layers than this one's {shape.layers}")
+                raise UserError(
+                    f"{path} lacks {name}: made for a base with other layers than this one's {shape.layers}"
+                )
             found = list(file.get_slice(name).get_shape())
             if found != size:
                 raise UserError(f"{path}: {name} is {found}, but this base and rank {rank} need {size}")
@@ -159,4 +161,6 @@ def _open(path: Path):
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} cannot be read as safetensors ({error}); it may be truncated: copy it again") from error
+        raise UserError(
+            f"{path} cannot be read as safetensors ({error}); it may be truncated: copy it again"
+        ) from error

@@ -108,7 +108,9 @@ class FolderSource:
 
     def _check_shapes(self) -> None:
         """Every tensor that the config asks for is there in its shape; headers alone are read."""
-        wanted = {name: list(tensor.shape) for name, tensor in meta_model(self.config, fused=False).state_dict().items()}
+        wanted = {
+            name: list(tensor.shape) for name, tensor in meta_model(self.config, fused=False).state_dict().items()
+        }
         if missing := sorted(set(wanted) - set(self.files)):
             raise UserError(f"{self.folder} lacks {len(missing)} tensors of its own config, such as {missing[0]}")
         for path, names in self._by_file():
@@ -155,7 +157,9 @@ def open_base(base: str) -> BaseSource:
         return SeededSource(read_config(path), description=f"random weights for {path}")
     if path.is_dir():
         return FolderSource(path)
-    raise UserError(f"--base {base}: expected 'embedded', a diffusers H3 folder or a config .json, and found none of them")
+    raise UserError(
+        f"--base {base}: expected 'embedded', a diffusers H3 folder or a config .json, and found none of them"
+    )
 
 
 def embedded_adapter() -> Path:
@@ -189,7 +193,11 @@ def read_config(path: Path) -> dict:
         elif isinstance(default, float):
             fits = isinstance(value, int | float) and value > 0
         else:
-            fits = isinstance(value, int) and not isinstance(value, bool) and value >= (0 if key == "num_refiner_layers" else 1)
+            fits = (
+                isinstance(value, int)
+                and not isinstance(value, bool)
+                and value >= (0 if key == "num_refiner_layers" else 1)
+            )
         if not fits:
             raise UserError(f"{path}: {key} is {value!r}; the release has {default!r}")
     return merged | {"patch_size": list(merged["patch_size"])}

@@ -32,7 +32,9 @@ class RunConfig:
     base: str = option("embedded", "diffusers H3 folder, a config .json (random weights), or 'embedded'")
     mask_rule: Literal["E", "own", "ahead1"] = option("E", "what the rows of a proxy chunk see; E: a causal proxy")
     picture1: Literal["native", "2048"] = option("native", "which encoding of the start frame to condition on")
-    batch: int = option(1, "samples a rank and micro-step, of clips with equally many text rows; they share noise levels")
+    batch: int = option(
+        1, "samples a rank and micro-step, of clips with equally many text rows; they share noise levels"
+    )
     warmup: int = option(10, "steps (iterations) of linear warm-up; 0: none")
     save_every: int = option(150, "steps (iterations) between checkpoints; one is always written at the end")
     val_clips: int = option(2, "clips to hold out, by whole episodes; 0: none and no held-out loss")
@@ -87,7 +89,8 @@ class TrainConfig(RunConfig):
         require(0 < self.epochs < math.inf, f"--epochs {self.epochs}: expected a positive number")
         require(1 <= self.level_shift < math.inf, f"--level-shift {self.level_shift}: expected 1 (none) or more")
         require(
-            self.rank is None or self.init_lora is None, "--rank is of a new adapter; --init-lora brings its own: drop one"
+            self.rank is None or self.init_lora is None,
+            "--rank is of a new adapter; --init-lora brings its own: drop one",
         )
 
 
@@ -101,7 +104,9 @@ class DistillConfig(RunConfig):
         None, "frozen teacher; 'none': the base alone; default: 'released' on the embedded base, required on others"
     )
     critic_lora: str | None = option(None, "the critic's start; default: the student's pair, or the teacher's adapter")
-    teacher_kind: Literal["released", "causal"] = option("released", "37 latents bidirectional, or the student's own span")
+    teacher_kind: Literal["released", "causal"] = option(
+        "released", "37 latents bidirectional, or the student's own span"
+    )
     teacher_picture1: Literal["window", "start"] = option("window", "Picture 1 of a released teacher's window")
     steps: int = option(4, "steps of the student's schedule")
     shift: float = option(5.0, "shift of the student's schedule")

@@ -88,7 +88,12 @@ class Distiller(Loop):
         self.run_teacher = runner(self.teacher_adapter)
         self.clips_root = plan.starts[0][0].path.parent
         self.teacher = Teacher(
-            self.base.model, inputs.kernel, config.mask_rule, config.teacher_kind, config.teacher_picture1, self.clips_root
+            self.base.model,
+            inputs.kernel,
+            config.mask_rule,
+            config.teacher_kind,
+            config.teacher_picture1,
+            self.clips_root,
         )
         self.grid = Grid(plan.held_out, self.streams, DF_LEVEL_SHIFT, config.picture1)
         self.seconds: dict[str, float] = {}

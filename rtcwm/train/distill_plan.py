@@ -1,7 +1,6 @@
 """The plan of a distillation run: three adapters that go together, clips long enough to roll out, and what follows."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -211,7 +210,9 @@ def _check_adapters(
         preflight.check_adapter(critic, source, codec=codec, teacher_kind=config.teacher_kind)
         objective = read_metadata(Path(critic)).get("objective")
         if objective == "dmd":
-            raise UserError(f"--critic-lora {critic} is a student; the critic starts from a critic_iter file or the teacher's")
+            raise UserError(
+                f"--critic-lora {critic} is a student; the critic starts from a critic_iter file or the teacher's"
+            )
         if objective in CAUSAL_OBJECTIVES and config.teacher_kind == "released":
             raise UserError(
                 f"--critic-lora {critic} was trained causally ({objective}) and cannot score a released teacher's "
@@ -252,5 +253,3 @@ def _pair(student: str) -> str:
             "there, or name one with --critic-lora"
         )
     return str(pair)
-
-

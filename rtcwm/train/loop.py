@@ -81,9 +81,13 @@ class Loop(ABC):
     def run(self) -> None:
         """Goes to the last step, or to the step after a SIGTERM."""
         if self.step >= self.steps:
-            self.record.say(f"finished already: {self.step} of {self.steps} {self.unit}s; a longer run needs another --out")
+            self.record.say(
+                f"finished already: {self.step} of {self.steps} {self.unit}s; a longer run needs another --out"
+            )
         elif self.step:
-            self.record.say(f"resumed from {self.checkpoints.path(self.step)}: continuing with {self.unit} {self.step + 1}")
+            self.record.say(
+                f"resumed from {self.checkpoints.path(self.step)}: continuing with {self.unit} {self.step + 1}"
+            )
         elif start := self.evaluate():
             self.record.row(0, start, f"{self.unit} 0/{self.steps}{describe_held_out(start)}")
         while self.step < self.steps:
@@ -91,7 +95,9 @@ class Loop(ABC):
             self._advance()
             if self.world.any(self.world.stop_requested):
                 self._save()
-                self.record.say(f"stopped by a signal (SIGTERM or SIGINT) after {self.unit} {self.step}; the same command continues from there")
+                self.record.say(
+                    f"stopped by a signal (SIGTERM or SIGINT) after {self.unit} {self.step}; the same command continues from there"
+                )
                 break
         self.record.close()
         if self.step == self.steps and self.skips_in_row:

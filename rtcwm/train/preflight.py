@@ -156,7 +156,9 @@ def adapter_path(name: str | None, base: str, default: str) -> str | None:
     name = name or ("released" if base == "embedded" else default)
     if name == "released":
         if base != "embedded":
-            raise UserError("'released' names the embedded base's own adapter; on another --base name the adapter's file")
+            raise UserError(
+                "'released' names the embedded base's own adapter; on another --base name the adapter's file"
+            )
         return str(embedded_adapter())
     return None if name == "none" else name
 
@@ -201,9 +203,7 @@ def digest(clips: Sequence[Clip], samples: object) -> str:
     return state.hexdigest()
 
 
-def claim(
-    world: World, config: RunConfig, identity: Mapping, clips: Sequence[Clip], held_out: Sequence[Clip]
-) -> None:
+def claim(world: World, config: RunConfig, identity: Mapping, clips: Sequence[Clip], held_out: Sequence[Clip]) -> None:
     """Compares the run's identity across ranks and claims its folder. A collective; see `RunFolder.claim`.
 
     Contents of the clips count too: one rank of every node hashes a sample of their bytes (`manifest.clip_hash`).
@@ -212,7 +212,9 @@ def claim(
     contents = world.gather(_contents(clips) if world.local_rank == 0 else None)
     for rank, found in enumerate(contents):
         if found not in (None, contents[0]):
-            raise SharedError(f"the clips that rank {rank} reads have other contents than those of rank 0: copy them again")
+            raise SharedError(
+                f"the clips that rank {rank} reads have other contents than those of rank 0: copy them again"
+            )
     folder = RunFolder(config.out)
     if world.on_main(lambda: folder.claim(config, {**identity, "contents": contents[0]})):
         world.print(f"--out {config.out} holds this run")

@@ -17,7 +17,15 @@ from diffusers import MiniMaxH3Transformer3DModel
 
 from rtcwm.model.attention import Kernel, make_attend
 from rtcwm.model.blocks import predict_velocity
-from rtcwm.model.layout import CHUNK_LATENTS, REFERENCE_TIME, SPAN_CHUNKS, TEACHER_LATENTS, audio_latents, chunks_of, frames_of
+from rtcwm.model.layout import (
+    CHUNK_LATENTS,
+    REFERENCE_TIME,
+    SPAN_CHUNKS,
+    TEACHER_LATENTS,
+    audio_latents,
+    chunks_of,
+    frames_of,
+)
 from rtcwm.model.masks import Rule
 from rtcwm.model.objectives import add_noise
 from rtcwm.model.packing import Window

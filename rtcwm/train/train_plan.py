@@ -84,9 +84,7 @@ def prepare(world: World, config: TrainConfig) -> TrainPlan:
     root = preflight.clip_root(world, config.clips, config.out)
     embedded = config.base == "embedded"
     plan = world.on_all(
-        lambda: _plan(
-            config, preflight.read_inputs(world, source, settings, kernel, root, embedded, config.picture1)
-        )
+        lambda: _plan(config, preflight.read_inputs(world, source, settings, kernel, root, embedded, config.picture1))
     )
     optimizer = {key: plan.adapter_settings.deepspeed[key] for key in ("optimizer", "gradient_clipping")}
     clips = [*{clip.id: clip for clip, _ in plan.samples}.values(), *plan.held_out]

@@ -33,7 +33,14 @@ from rtcwm.model.blocks import call
 from rtcwm.model.kernels import Kernel, resolve
 from rtcwm.model.layout import TEACHER_LATENTS
 from rtcwm.model.loading import (
-    EMBEDDED, FP32_ISLAND, WEIGHTS_FILE, FolderSource, SeededSource, build_base, parameter_count, read_config,
+    EMBEDDED,
+    FP32_ISLAND,
+    WEIGHTS_FILE,
+    FolderSource,
+    SeededSource,
+    build_base,
+    parameter_count,
+    read_config,
 )  # fmt: skip
 from rtcwm.model.lora import Adapter, AdapterShape, inject
 from rtcwm.model.objectives import shift
