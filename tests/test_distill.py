@@ -320,8 +320,22 @@ def disagree(world, options: dict) -> tuple[str, float]:
 
 def test_ranks_that_differ_end_in_a_named_error(options, tmp_path):
     for message, seconds in run_ranks(3, disagree, options | {"out": str(tmp_path / "run")}):
-        assert "rank 1 has another iteration, rollout length or stopping steps than rank 0" in message
+        assert "rank 1 differs from rank 0 in iteration, rollout length or stopping steps" in message
         assert seconds < 20
+
+
+def disagree_from_the_start(world, options: dict) -> str:
+    try:
+        prepare(world, DistillConfig(**options | {"critic_per_gen": 2 + world.rank, "seed": 3}))
+    except UserError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_ranks_with_other_settings_are_named_before_anything_heavy(options, tmp_path):
+    messages = run_ranks(2, disagree_from_the_start, options | {"out": str(tmp_path / "run")})
+    assert messages == ["rank 1 differs from rank 0 in settings: critic_per_gen 3 against 2"] * 2
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_shared_draws_cover_their_range_and_repeat(options):

@@ -163,7 +163,7 @@ class World:
         values = self.gather(value)
         for rank, other in enumerate(values):
             if other != values[0]:
-                raise SharedError(f"rank {rank} has another {what} than rank 0: {other} against {values[0]}")
+                raise SharedError(f"rank {rank} differs from rank 0 in {what}: {_difference(other, values[0])}")
 
     def _on_signal(self, number: int, _frame: object) -> None:
         """Asks the program to save and leave. A launcher passes on what its process group got as well, so repeats within
@@ -193,6 +193,14 @@ def program(name: str):
             print(f"{name}: error: {where}{error}", file=sys.stderr, flush=True)
         sys.exit(2)
     torch.distributed.destroy_process_group()
+
+
+def _difference(found: object, expected: object) -> str:
+    """Two values against each other; of two dicts only the entries that differ."""
+    if isinstance(found, dict) and isinstance(expected, dict):
+        keys = [key for key in {**expected, **found} if found.get(key) != expected.get(key)]
+        return ", ".join(f"{key} {found.get(key)!r} against {expected.get(key)!r}" for key in keys)
+    return f"{found!r} against {expected!r}"
 
 
 def check_hostfile(size: int) -> None:

@@ -103,7 +103,7 @@ def prepare(world: World, config: DistillConfig) -> DistillPlan:
             for name, settings in (("student", plan.student_settings), ("critic", plan.critic_settings))
         },
     }
-    preflight.claim(world, config, identity, _clips(plan), plan.held_out)
+    preflight.claim(world, config, {"shard_group": settings.shard_group}, identity, _clips(plan), plan.held_out)
     return plan
 
 

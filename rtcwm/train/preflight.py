@@ -203,11 +203,22 @@ def digest(clips: Sequence[Clip], samples: object) -> str:
     return state.hexdigest()
 
 
-def claim(world: World, config: RunConfig, identity: Mapping, clips: Sequence[Clip], held_out: Sequence[Clip]) -> None:
-    """Compares the run's identity across ranks and claims its folder. A collective; see `RunFolder.claim`.
+def claim(
+    world: World,
+    config: RunConfig,
+    engines: Mapping,
+    identity: Mapping,
+    clips: Sequence[Clip],
+    held_out: Sequence[Clip],
+) -> None:
+    """Compares the run's settings and identity across ranks and claims its folder. A collective; see `RunFolder.claim`.
 
-    Contents of the clips count too: one rank of every node hashes a sample of their bytes (`manifest.clip_hash`).
+    ``engines`` are numbers of the JSON files that all ranks must share though they may change on resume. Contents of the
+    clips count too: one rank of every node hashes a sample of their bytes (`manifest.clip_hash`).
     """
+    paths = ("out", "clips", "base") + tuple(name for name in vars(config) if name.endswith(("_lora", "_config")))
+    decisive = {name: value for name, value in vars(config).items() if name not in paths}
+    world.same("settings", decisive | dict(engines))
     world.same("base, clips or samples", identity)
     contents = world.gather(_contents(clips) if world.local_rank == 0 else None)
     for rank, found in enumerate(contents):

@@ -94,7 +94,8 @@ def prepare(world: World, config: TrainConfig) -> TrainPlan:
         "clips": preflight.digest(clips, [(clip.id, first) for clip, first in plan.samples]),
         "adapter": optimizer,
     }
-    preflight.claim(world, config, identity, clips, plan.held_out)
+    engines = {"shard_group": settings.shard_group, "accumulation": plan.adapter_settings.accumulation}
+    preflight.claim(world, config, engines, identity, clips, plan.held_out)
     return plan
 
 
