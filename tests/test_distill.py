@@ -264,6 +264,9 @@ def test_a_causal_teacher_clean_history_and_no_reuse_equal_plain_torch(options, 
         "out": str(tmp_path / "run"), "teacher_kind": "causal", "min_chunks": 6, "max_chunks": 8, "kv_reuse": False,
         "rollout_history": "clean", "grad_chunks": 6, "iters": 2,
     }  # fmt: skip
+    config = open_base(options["base"]).config
+    for role, seed in (("teacher", 2), ("critic", 3)):
+        choice[f"{role}_lora"] = make_adapter(tmp_path / f"{role}.safetensors", config, seed, objective="df")
     (result,) = run_ranks(1, alternation, choice)
     assert_equal(result, plain(choice, ranks=1), options)
 
@@ -324,6 +327,15 @@ def test_ranks_that_differ_end_in_a_named_error(options, tmp_path):
         assert seconds < 20
 
 
+def test_a_teacher_that_changed_is_not_resumed_with(options, tmp_path):
+    teacher, out = shutil.copy(options["teacher_lora"], tmp_path / "teacher.safetensors"), tmp_path / "run"
+    arguments = options | {"out": out, "teacher_lora": teacher, "iters": 1, "critic_per_gen": 1}
+    run(alone(), MODULE, arguments, tmp_path / "log")
+    shutil.copy(options["critic_lora"], teacher)
+    output = run(alone(), MODULE, arguments, tmp_path / "log2", code=2)
+    assert "holds a run with other settings" in output and "files:" in output
+
+
 def disagree_from_the_start(world, options: dict) -> str:
     try:
         prepare(world, DistillConfig(**options | {"critic_per_gen": 2 + world.rank, "seed": 3}))
@@ -345,6 +357,9 @@ def test_the_shared_draws_cover_their_range_and_repeat(options):
     assert {stop for draw in draws for stop in draw.stops} == {0, 1, 2, 3}
     assert all(len(draw.stops) == draw.chunks for draw in draws)
     assert draws[5] == Draws.of(config, Streams(1), 5) and draws[5] != draws[6]
+
+
+CAUSAL = {"teacher_kind": "causal", "min_chunks": 6}
 
 
 def refused(world, cases: list[dict]) -> list[str]:
@@ -398,6 +413,25 @@ def test_bad_input_is_refused_before_anything_heavy(options, tmp_path):
             "teacher_kind causal, this run has",
         ),
         ({"critic_lora": adapter("c3", objective="dmd")}, "is a student"),
+        (
+            {"critic_lora": adapter("c4", objective="critic", teacher_picture1="start")},
+            "teacher_picture1 start, this run",
+        ),
+        ({"student_lora": adapter("s7", objective="released")}, "is a bidirectional adapter"),
+        ({"student_lora": adapter("s8", text_time="video")}, "is a bidirectional adapter"),
+        ({"student_lora": adapter("final", **distilled), "critic_lora": None}, "its name does not tell the critic's"),
+        ({"teacher_lora": adapter("t2", objective="critic")}, "is a critic, the score of a student's samples"),
+        ({"teacher_lora": None}, "--teacher-lora is required on this --base"),
+        (CAUSAL | {"teacher_lora": adapter("t3", objective="released")}, "was not trained causally (released)"),
+        (CAUSAL | {"teacher_lora": adapter("t4", objective="df", mask_rule="own")}, "mask_rule own, this run has E"),
+        (
+            CAUSAL | {"teacher_lora": adapter("t5", objective="df"), "critic_lora": adapter("c5")},
+            "cannot score a causal",
+        ),
+        (
+            CAUSAL | {"teacher_lora": adapter("t6", objective="df"), "critic_lora": adapter("c6", objective="df")},
+            "accepted",
+        ),
         ({"student_config": str(accumulate)}, "gradient_accumulation_steps is 2"),
         ({"mask_rule": "ahead1"}, "cannot reuse keys and values"),
         ({"val_clips": 6}, "hold out"),

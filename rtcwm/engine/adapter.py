@@ -43,6 +43,9 @@ class Update:
 class AdapterEngine:
     """Trains one adapter. Call ``backward`` once a micro-step, then ``step`` once a step.
 
+    Attributes:
+        updates: optimizer steps that were really made, skipped ones left out.
+
     Args:
         adapter: moved to the world's device and broadcast from rank 0.
         settings: its JSON file; lr and the betas' default come from the program.
@@ -54,7 +57,7 @@ class AdapterEngine:
         self.adapter = adapter.to(world.device)
         self.engine = deepspeed.initialize(model=self.adapter, config=settings.deepspeed)[0]
         self._micro_steps = 0
-        self._updates = 0
+        self.updates = 0
         self._parked = False
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -78,7 +81,7 @@ class AdapterEngine:
         self.engine.step()
         self._micro_steps = 0
         skipped = bool(self.engine.optimizer.overflow)
-        self._updates += not skipped
+        self.updates += not skipped
         return Update(float("inf") if skipped else float(self.engine.get_global_grad_norm()), skipped)
 
     def park(self) -> None:
@@ -89,7 +92,7 @@ class AdapterEngine:
         reads them: those would keep the device memory, and later save the moments of the first update. So the fragments
         are let go here and linked anew in `unpark`.
         """
-        if self._updates and not self._parked:
+        if self.updates and not self._parked:
             for parameter in self.adapter.parameters():
                 if parameter._hp_mapping is not None:
                     parameter._hp_mapping.optim_fragment = None
@@ -109,25 +112,25 @@ class AdapterEngine:
         state = {}
         for name, parameter in self.adapter.named_parameters():
             values = {name: safe_get_full_fp32_param(parameter)}
-            if self._updates:
+            if self.updates:
                 values |= {f"{name}.{key}": safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
             if self.world.is_main:
                 state |= {key: value.cpu() for key, value in values.items()}
         if self.world.is_main:
-            state["updates"] = torch.tensor(self._updates)
+            state["updates"] = torch.tensor(self.updates)
         return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Restores what ``state_dict`` gave on rank 0 (other ranks pass anything), on any number of ranks; a
         collective."""
-        self._updates = self.world.on_main(lambda: int(state["updates"]))
-        if self._updates:
+        self.updates = self.world.on_main(lambda: int(state["updates"]))
+        if self.updates:
             self._make_moments()
         for name, parameter in self.adapter.named_parameters():
             value = self._broadcast(state, name, parameter)
             parameter.data.copy_(value)
             safe_set_full_fp32_param(parameter, value)
-            if self._updates:
+            if self.updates:
                 for key in MOMENTS:
                     value = self._broadcast(state, f"{name}.{key}", parameter)
                     safe_set_full_optimizer_state(parameter, value, key)
@@ -140,7 +143,7 @@ class AdapterEngine:
     def _make_moments(self) -> None:
         """Gives the optimizer the moments that its first step would make, so that they can be filled."""
         for partition in self.engine.optimizer.single_partition_of_fp32_groups:
-            self.engine.optimizer.optimizer.state[partition] = {"step": torch.tensor(float(self._updates))} | {
+            self.engine.optimizer.optimizer.state[partition] = {"step": torch.tensor(float(self.updates))} | {
                 key: torch.zeros_like(partition) for key in MOMENTS
             }
         self._link_moments()

@@ -191,7 +191,8 @@ def program(name: str):
         if world.is_main or not isinstance(error, SharedError):
             where = "" if isinstance(error, SharedError) or world.size == 1 else f"rank {world.rank}: "
             print(f"{name}: error: {where}{error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        sys.stdout.flush()
+        os._exit(2)  # an orderly exit would wait for, or trip over, the threads of a group whose ranks are leaving
     torch.distributed.destroy_process_group()
 
 

@@ -97,6 +97,8 @@ def frechet(made: Tensor, true: Tensor, ridge: float = 1e-6) -> tuple[float, flo
     (mean1, cov1), (mean2, cov2) = gaussian(made), gaussian(true)
     eye = torch.eye(len(mean1), dtype=cov1.dtype, device=cov1.device)
     cov1, cov2 = cov1 + ridge * eye, cov2 + ridge * eye
+    if not torch.isfinite(cov1).all() or not torch.isfinite(cov2).all():
+        return float("nan"), float("nan")  # a model that has diverged has no distance
     values, vectors = torch.linalg.eigh(cov1)
     root = (vectors * values.clamp(min=0).sqrt()) @ vectors.T
     cross = torch.linalg.eigvalsh(root @ cov2 @ root).clamp(min=0).sqrt().sum()

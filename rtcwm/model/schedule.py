@@ -1,5 +1,6 @@
 """Noise schedule, solvers and settings of the sampler."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -55,7 +56,7 @@ class SamplerConfig:
 
     def __post_init__(self) -> None:
         check_rule(self.rule)
-        if self.steps < 1 or self.shift <= 0:
+        if self.steps < 1 or not 0 < self.shift < math.inf:
             raise UserError(f"a schedule of {self.steps} steps and shift {self.shift}: expected at least 1 and above 0")
         for name, value, known in (("history", self.history, History), ("solver", self.solver, Solver)):
             if value not in get_args(known):

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 from jsonargparse import ArgumentParser
 
-from rtcwm.errors import UserError
+from rtcwm.errors import SharedError, UserError
 
 Settings = TypeVar("Settings", bound="RunConfig")
 
@@ -159,7 +159,10 @@ def parse(program: str, settings: type[Settings], arguments: Sequence[str] | Non
         flag = f"--{item.name.replace('_', '-')}"
         parser.add_argument(flag, type=hints[item.name], default=item.default, help=item.metadata["help"])
     values = parser.parse_args(arguments).as_dict()
-    return settings(**{item.name: values[item.name] for item in fields(settings)})
+    try:
+        return settings(**{item.name: values[item.name] for item in fields(settings)})
+    except UserError as error:
+        raise SharedError(str(error)) from error  # every rank reads the same command line
 
 
 def learning_rate(step: int, steps: int, lr: float, lr_min: float, warmup: int) -> float:

@@ -38,9 +38,6 @@ from rtcwm.train.span import SpanNoise, batch_noise, span_losses, stack
 from rtcwm.train.teacher import Rolled, Teacher
 from rtcwm.train.validation import Grid
 
-DF_LEVEL_SHIFT = 3.0
-"""Shift of the levels at which the student's diffusion-forcing loss is measured before the first iteration."""
-
 LEVEL_BINS = 4
 """Quarters of the uniform noise level by which the critic's loss is reported."""
 
@@ -95,7 +92,7 @@ class Distiller(Loop):
             config.teacher_picture1,
             self.clips_root,
         )
-        self.grid = Grid(plan.held_out, self.streams, DF_LEVEL_SHIFT, config.picture1)
+        self.grid = Grid(plan.held_out, self.streams, plan.level_shift, config.picture1)
         self.seconds: dict[str, float] = {}
         super().__init__(
             world, RunFolder(config.out), {"student": self.student, "critic": self.critic},
@@ -137,7 +134,8 @@ class Distiller(Loop):
 
     def write_adapters(self) -> list[str]:
         names = []
-        for role, objective, engine in (("student", "dmd", self.student), ("critic", "critic", self.critic)):
+        # The critic first: a student's file never stands without its pair.
+        for role, objective, engine in (("critic", "critic", self.critic), ("student", "dmd", self.student)):
             name = f"{role}_iter{self.step:05d}.safetensors"
             metadata = self.plan.metadata(objective) | {"step": str(self.step)}
             self.folder.write_adapter(name, engine.adapter, self.plan.inputs.source.config, metadata)

@@ -19,6 +19,9 @@ from rtcwm.train.dataset import EpochSampler, hold_out
 from rtcwm.train.preflight import Inputs
 from rtcwm.train.teacher import window_chunks
 
+DF_LEVEL_SHIFT = 3.0
+"""Shift of the levels of diffusion forcing, where a student's file does not tell it."""
+
 CAUSAL_OBJECTIVES = ("df", "tf", "dmd")
 """Objectives of adapters that know the causal layout alone."""
 
@@ -28,6 +31,7 @@ class DistillPlan:
     """What a distillation run derives from its settings and inputs.
 
     Attributes:
+        level_shift: of the noise levels that the student's held-out loss is measured at: those it was trained with.
         starts: (clip, start frame) whose longest rollout lies in training chunks; too_short: clips without one.
         teacher_lora, critic_lora: the files of the teacher and of the critic's start, or None.
     """
@@ -40,6 +44,7 @@ class DistillPlan:
     student_shape: AdapterShape
     teacher_lora: str | None
     critic_lora: str | None
+    level_shift: float
     starts: tuple[tuple[Clip, int], ...]
     held_out: tuple[Clip, ...]
     too_short: tuple[str, ...]
@@ -48,7 +53,8 @@ class DistillPlan:
         """What is printed before the first iteration."""
         config, world = self.config, self.inputs.world
         sigmas = " ".join(f"{sigma:.4f}" for sigma in self.sampler.sigmas.tolist())
-        short = f"; too short for {config.max_chunks} chunks: {len(self.too_short)} clips" if self.too_short else ""
+        named = ", ".join(self.too_short[:5]) + (" ..." if len(self.too_short) > 5 else "")
+        short = f"; too short for {config.max_chunks} chunks: {len(self.too_short)} clips ({named})" if named else ""
         return [
             f"settings: {json.dumps(asdict(config))}",
             *self.inputs.lines(),
@@ -68,7 +74,8 @@ class DistillPlan:
         return self.inputs.metadata(config.mask_rule, config.picture1) | {
             "objective": role, "steps": str(config.steps), "shift": str(config.shift),
             "history": config.rollout_history, "history_level": str(round(self.sampler.history_level(1).item(), 6)),
-            "kv_reuse": str(config.kv_reuse), "teacher_kind": config.teacher_kind, "seed": str(config.seed),
+            "kv_reuse": str(config.kv_reuse), "teacher_kind": config.teacher_kind,
+            "teacher_picture1": config.teacher_picture1, "seed": str(config.seed),
         }  # fmt: skip
 
     def adapters(self) -> tuple[Adapter, Adapter | None, Adapter]:
@@ -97,6 +104,14 @@ def prepare(world: World, config: DistillConfig) -> DistillPlan:
     identity = {
         "base": source.fingerprint,
         "codec": plan.inputs.codec_hash,
+        "files": {
+            name: preflight.file_hash(path)
+            for name, path in (
+                ("student", config.student_lora),
+                ("teacher", plan.teacher_lora),
+                ("critic", plan.critic_lora),
+            )
+        },  # fmt: skip
         "clips": preflight.digest(_clips(plan), [(clip.id, start) for clip, start in plan.starts]),
         "adapters": {
             name: {key: settings.deepspeed[key] for key in ("optimizer", "gradient_clipping")}
@@ -157,6 +172,7 @@ def _plan(config: DistillConfig, inputs: Inputs) -> DistillPlan:
         student_shape=student_shape,
         teacher_lora=teacher_lora,
         critic_lora=critic_lora,
+        level_shift=_level_shift(config.student_lora),
         starts=starts,
         held_out=tuple(clip for clip in inputs.clips if clip.episode in episodes),
         too_short=too_short,
@@ -204,11 +220,23 @@ def _check_adapters(
     )  # fmt: skip
     if student.get("objective") == "critic":
         raise UserError(f"--student-lora {config.student_lora} is a critic; name the student_iter file beside it")
+    if student.get("objective") == "released" or student.get("text_time", "pinned") != "pinned":
+        raise UserError(
+            f"--student-lora {config.student_lora} is a bidirectional adapter; the student starts from one that "
+            "diffusion forcing (rtcwm.train.train) made of it"
+        )
     teacher = _check_teacher(config, source, codec)
     critic = config.critic_lora or (_pair(config.student_lora) if distilled else None)
     if critic:
-        preflight.check_adapter(critic, source, codec=codec, teacher_kind=config.teacher_kind)
+        released = {"teacher_picture1": config.teacher_picture1} if config.teacher_kind == "released" else {}
+        layout = _causal_layout(config)
+        preflight.check_adapter(critic, source, codec=codec, teacher_kind=config.teacher_kind, **layout, **released)
         objective = read_metadata(Path(critic)).get("objective")
+        if config.teacher_kind == "causal" and objective not in ("critic", *CAUSAL_OBJECTIVES):
+            raise UserError(
+                f"--critic-lora {critic} was not trained causally ({objective}) and cannot score a causal teacher's span; "
+                "start the critic from the teacher's adapter"
+            )
         if objective == "dmd":
             raise UserError(
                 f"--critic-lora {critic} is a student; the critic starts from a critic_iter file or the teacher's"
@@ -229,14 +257,35 @@ def _check_teacher(config: DistillConfig, source: BaseSource, codec: str | None)
         raise UserError("--teacher-lora is required on this --base: the released adapter, or 'none' for the base alone")
     if path is None:
         return None
-    preflight.check_adapter(path, source, codec=codec)
+    preflight.check_adapter(path, source, codec=codec, **_causal_layout(config))
     objective = read_metadata(Path(path)).get("objective")
+    if objective == "critic":
+        raise UserError(
+            f"--teacher-lora {path} is a critic, the score of a student's samples; name a teacher's adapter"
+        )
+    if config.teacher_kind == "causal" and objective not in CAUSAL_OBJECTIVES:
+        raise UserError(
+            f"--teacher-lora {path} was not trained causally ({objective}); a causal teacher is an adapter of "
+            "rtcwm.train.train: name one with --teacher-lora"
+        )
     if objective in CAUSAL_OBJECTIVES and config.teacher_kind == "released":
         raise UserError(
             f"--teacher-lora {path} was trained causally ({objective}); a released teacher sees 37 latents "
             "in both directions. Set --teacher-kind causal, or name the released adapter"
         )
     return path
+
+
+def _level_shift(student: str) -> float:
+    metadata = read_metadata(Path(student))
+    return float(metadata["shift"]) if metadata.get("objective") in ("df", "tf") else DF_LEVEL_SHIFT
+
+
+def _causal_layout(config: DistillConfig) -> dict[str, str]:
+    """What the files of a causal teacher and its critic have to agree on with the run."""
+    if config.teacher_kind != "causal":
+        return {}
+    return {"span": str(SPAN_CHUNKS), "mask_rule": config.mask_rule, "picture1": config.picture1}
 
 
 def _pair(student: str) -> str:
@@ -247,7 +296,12 @@ def _pair(student: str) -> str:
     """
     path = Path(student)
     pair = path.with_name(path.name.replace("student_", "critic_", 1))
-    if pair == path or not pair.is_file():
+    if pair == path:
+        raise UserError(
+            f"--student-lora {student} was distilled together with a critic, and its name does not tell the critic's "
+            "(student_iter00200 goes with critic_iter00200): name it with --critic-lora"
+        )
+    if not pair.is_file():
         raise UserError(
             f"--student-lora {student} was distilled together with a critic, and {pair.name} is not beside it: copy it "
             "there, or name one with --critic-lora"

@@ -11,9 +11,13 @@ from rtcwm.errors import UserError
 from rtcwm.model.adapter_files import file_shape, save_adapter
 from rtcwm.model.lora import Adapter
 
-MAY_CHANGE = ("out", "save_every", "val_every", "max_skips", "attn", "base_config", "adapter_config")
-"""Settings that a resumed run may change: they alter neither the data nor what is optimised. Of the adapter engine's file
-the identity holds what does; its accumulation may change with the number of ranks."""
+MAY_CHANGE = (
+    "out", "save_every", "val_every", "max_skips", "attn", "base_config", "adapter_config", "student_config",
+    "critic_config", "clips", "base", "init_lora", "student_lora", "teacher_lora", "critic_lora",
+)  # fmt: skip
+"""Settings that a resumed run may change: they alter neither the data nor what is optimised. Files may move, since the
+identity holds what is in them; of the adapter engines' files it holds all but the accumulation, which may change with
+the number of ranks."""
 
 
 RUN_FILES = ("state", "train_log.jsonl", "tensorboard")

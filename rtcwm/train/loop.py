@@ -62,7 +62,8 @@ class Loop(ABC):
         if newest is not None:
             self.load_state_dict(self.checkpoints.load(engines, newest))
             world.on_main(self.write_adapters)  # a death between the checkpoint and its adapters leaves the latter out
-        self.good = self.state_dict()
+        self.saved = newest
+        self._remember_good()
         self.record = Record(folder.path if world.is_main else None, LOG, self.step, self.steps, unit)
         self.clock = Clock()
 
@@ -127,7 +128,7 @@ class Loop(ABC):
         self.skipped += outcome.skipped
         self.skips_in_row = self.skips_in_row + 1 if outcome.skipped else 0
         if not outcome.skipped:
-            self.good = self.state_dict()
+            self._remember_good()
         row = outcome.row | {
             "seconds": round(self.clock.lap(), 4),
             "memory_gib": round(peak_gib(self.world.device), 3),
@@ -155,21 +156,31 @@ class Loop(ABC):
         if self.skipped == self.step:
             self.record.say(f"nothing to save after {self.unit} {self.step}: no {self.unit} has made an update yet")
             return
+        if self.saved == self.step:
+            return
         self.checkpoints.save(self.step, self.engines, self.state_dict())
+        self.saved = self.step
         names = self.world.on_main(self.write_adapters)
         self.record.say(f"saved {self.checkpoints.path(self.step)} and {', '.join(names)}")
+
+    def _remember_good(self) -> None:
+        self.good, self.good_updates = self.state_dict(), self._updates()
+
+    def _updates(self) -> list[int]:
+        """Optimizer steps that each engine has really made."""
+        return [engine.updates for engine in self.engines.values()]
 
     def _stop_on_bad_numbers(self) -> None:
         """Keeps the last good state on disk and ends the run."""
         last = self.step
-        self.load_state_dict(self.good)
-        if self.step and self.step != self.checkpoints.newest():
-            self._save()
+        if self._updates() == self.good_updates:
+            self.load_state_dict(self.good)  # no engine has moved since
+        self._save()
         self.record.close()
-        kept = f"The state after {self.unit} {self.step} is on disk" if self.step else "Nothing was worth saving"
+        kept = f"The state after {self.unit} {self.step} is on disk" if self.saved else "Nothing was worth saving"
         raise UserError(
-            f"{self.max_skips} {self.unit}s in a row had a non-finite loss or gradient ({self.unit}s {self.step + 1} to "
-            f"{last}). {kept}. Check the clips that they read, lower the learning rate, or start from another adapter"
+            f"{self.max_skips} {self.unit}s in a row had a non-finite loss or gradient ({self.unit}s "
+            f"{last - self.max_skips + 1} to {last}). {kept}. Check the clips that they read, lower the learning rate, or start from another adapter"
         )
 
 

@@ -234,6 +234,14 @@ def claim(
     world.on_main(lambda: folder.write_json("val_samples.json", held))
 
 
+def file_hash(path: str | None) -> str | None:
+    """Hash of a whole file (an adapter is about a gigabyte: a second), or None for no file."""
+    if path is None:
+        return None
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
 def _contents(clips: Sequence[Clip]) -> str:
     """Hash over a sample of the bytes of every clip."""
     state = hashlib.blake2b(digest_size=16)

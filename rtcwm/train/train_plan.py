@@ -93,6 +93,7 @@ def prepare(world: World, config: TrainConfig) -> TrainPlan:
         "codec": plan.inputs.codec_hash,
         "clips": preflight.digest(clips, [(clip.id, first) for clip, first in plan.samples]),
         "adapter": optimizer,
+        "init_lora": preflight.file_hash(plan.init_lora),
     }
     engines = {"shard_group": settings.shard_group, "accumulation": plan.adapter_settings.accumulation}
     preflight.claim(world, config, engines, identity, clips, plan.held_out)
