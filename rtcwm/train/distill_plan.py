@@ -64,7 +64,7 @@ class DistillPlan:
             f"schedule: {sigmas}; history: {config.rollout_history}; rollouts of {config.min_chunks} to {config.max_chunks} "
             f"chunks, the last {config.grad_chunks} with a graph",
             f"start frames: {len(self.starts)} of {len({clip.id for clip, _ in self.starts})} clips; held out: "
-            f"{len(self.held_out)} clips{short}",
+            f"{len(self.held_out)} clips ({len({clip.episode for clip in self.held_out})} episodes){short}",
             f"iterations: {config.iters} of {world.size * config.batch} rollouts, {config.critic_per_gen} critic updates each",
         ]
 

@@ -228,7 +228,7 @@ def claim(
             )
     folder = RunFolder(config.out)
     if world.on_main(lambda: folder.claim(config, {**identity, "contents": contents[0]})):
-        world.print(f"--out {config.out} holds this run")
+        world.print(f"continuing the run in {config.out}")
         return
     held = [{"clip": clip.id, "episode": clip.episode} for clip in held_out]
     world.on_main(lambda: folder.write_json("val_samples.json", held))
