@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -175,3 +177,28 @@ def test_launcher_options_are_found_before_the_program():
     assert _option(words, ("-H", "--hostfile")) == "hosts"
     assert _option(words, ("--num_gpus",)) is None
     assert _option(["python3", "deepspeed", "--hostfile=h", "x.py"], ("--hostfile",)) == "h"
+
+
+CHECK = """
+import sys
+from rtcwm.engine.world import check_hostfile
+from rtcwm.errors import UserError
+for size in (4, 2):
+    try:
+        check_hostfile(size)
+        print(size, "accepted")
+    except UserError as error:
+        print(size, error)
+"""
+
+
+def test_a_hostfile_that_asks_for_other_ranks_is_an_error(tmp_path):
+    """Below a process that was started as the launcher is, with four slots in its hostfile."""
+    (tmp_path / "hosts").write_text("node-a slots=2\nnode-b slots=2\n")
+    (tmp_path / "check.py").write_text(CHECK)
+    launcher = tmp_path / "deepspeed"
+    launcher.write_text("import subprocess, sys; subprocess.run([sys.executable, 'check.py'], check=True)")
+    words = [sys.executable, str(launcher), "--hostfile", "hosts", "--module", "rtcwm.train.train"]
+    output = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert "4 accepted" in output
+    assert "2 hosts asks for 4 ranks (2 nodes), and 2 were started" in output
