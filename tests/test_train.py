@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import signal
 import time
@@ -148,6 +149,16 @@ def test_sigterm_saves_and_leaves(settings, tmp_path):
     assert "stopped by a signal" in log.read_text()
     (state,) = (tmp_path / "run" / "state").iterdir()
     assert int(state.name[4:]) == rows(tmp_path / "run")[-1]["step"]
+
+
+def test_what_is_offloaded_is_said_once(settings, tmp_path):
+    config = tmp_path / "base.json"
+    config.write_text('{"activation_checkpointing": {"cpu_checkpointing": true}}')
+    arguments = settings | {"out": tmp_path / "run", "base_config": config, "steps": 2, "val_clips": 0}
+    output = run(alone(), MODULE, arguments, tmp_path / "log")
+    (rows_a_span,) = re.findall(r"rows a span: ([\d,]+)", output)
+    moved = 2 * int(rows_a_span.replace(",", "")) * 48 * 4  # inputs of two blocks, 48 wide, fp32
+    assert output.count("activation offload:") == 1 and f"activation offload: {moved:,} bytes" in output
 
 
 def held_out(world, options: dict) -> dict:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rtcwm.engine.settings import ActivationSettings
+from rtcwm.errors import UserError
 from rtcwm.model.lora import Adapter, Slot
 
 
@@ -54,6 +55,20 @@ class Activations:
         self.settings = settings
         self.slot = slot
         self.offloaded_bytes = 0
+        self._reported = False
+
+    def report_once(self) -> str | None:
+        """After the first step of a start: a line with the bytes that ``cpu_checkpointing`` really moved; later None.
+
+        Raises:
+            UserError: it is on and moved nothing.
+        """
+        if self._reported or not self.settings.cpu_checkpointing:
+            return None
+        if not self.offloaded_bytes:
+            raise UserError("cpu_checkpointing is on and moved nothing to host memory: no block input was kept")
+        self._reported = True
+        return f"activation offload: {self.offloaded_bytes:,} bytes of block inputs went to host memory in this step"
 
     def runner(self, adapter: Adapter | None) -> Callable[..., torch.Tensor]:
         """A function ``run(block, hidden, *rest) -> hidden`` that runs a block with this adapter.

@@ -124,6 +124,8 @@ class Distiller(Loop):
         with self._timed("critic"):
             self.critic.unpark()
             updates, losses, bins = self._train_critic(visits, rolled)
+        if line := self.base.activations.report_once():
+            self.record.say(line)
         return self._outcome(draws, matching, rolled, updated, updates, losses, bins)
 
     def evaluate(self) -> dict:

@@ -17,7 +17,6 @@ from rtcwm.engine.base import BaseEngine
 from rtcwm.engine.memory import resident_gib
 from rtcwm.engine.streams import Streams
 from rtcwm.engine.world import World, program
-from rtcwm.errors import UserError
 from rtcwm.model.attention import install
 from rtcwm.model.layout import SPAN_CHUNKS
 from rtcwm.model.objectives import OBJECTIVES, Levels, keep_first_clean, weighted_loss
@@ -50,7 +49,6 @@ class Trainer(Loop):
         self.engine = AdapterEngine(world, plan.initial_adapter(), plan.adapter_settings)
         self.run_with_adapter = self.base.activations.runner(self.engine.adapter)
         self.grid = Grid(plan.held_out, self.streams, config.level_shift, config.picture1)
-        self.offload_announced = False
         sampler = EpochSampler(len(plan.samples), world.size, config.seed)
         folder = RunFolder(config.out)
         super().__init__(
@@ -62,7 +60,8 @@ class Trainer(Loop):
 
     def train_step(self) -> Outcome:
         losses = [self._forward_backward() for _ in range(self.engine.accumulation)]
-        self._announce_offload()
+        if line := self.base.activations.report_once():
+            self.record.say(line)
         lr = learning_rate(self.step, self.steps, self.config.lr, self.config.lr_min, self.config.warmup)
         update = self.engine.step(lr)
         loss = self.world.mean(torch.stack(losses).mean()).item()
@@ -108,17 +107,6 @@ class Trainer(Loop):
         return span_losses(
             self.base.model, window, noise, sigma, self.plan.inputs.kernel, self.config.mask_rule, self.run_with_adapter
         )
-
-    def _announce_offload(self) -> None:
-        """After the first step of a start: what cpu_checkpointing really moved."""
-        activations = self.base.activations
-        if self.offload_announced or not activations.settings.cpu_checkpointing:
-            return
-        if not activations.offloaded_bytes:
-            raise UserError("cpu_checkpointing is on and moved nothing to host memory: no block input was kept")
-        self.offload_announced = True
-        moved = activations.offloaded_bytes
-        self.record.say(f"activation offload: {moved:,} bytes of block inputs went to host memory in this step")
 
 
 if __name__ == "__main__":
