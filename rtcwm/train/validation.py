@@ -34,9 +34,6 @@ class Cell:
     start: int
     sigma: float
 
-    def describe(self) -> dict:
-        return {"clip": self.clip.id, "span": self.first, "start_frame": self.start, "sigma": round(self.sigma, 6)}
-
 
 class Grid:
     """The held-out grid of a run.
