@@ -39,6 +39,9 @@ class SpanNoise:
 
         return cls(like(window.video), like(window.proxy), like(window.picture1))
 
+    def to(self, device: torch.device) -> "SpanNoise":
+        return SpanNoise(self.video.to(device), self.proxy.to(device), self.picture1.to(device))
+
 
 def batch_noise(shape: Sequence[int], generators: Sequence[torch.Generator]) -> torch.Tensor:
     """Standard normal noise ``[B, ...]`` on the CPU, each of the B requests from its own generator."""

@@ -9,6 +9,7 @@ number of ranks, sees the same numbers.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -25,6 +26,7 @@ from rtcwm.train.config import TrainConfig, learning_rate, parse
 from rtcwm.train.dataset import EpochSampler, draw_start, load_window
 from rtcwm.train.folder import RunFolder
 from rtcwm.train.loop import Loop, Outcome
+from rtcwm.train.order import Visit
 from rtcwm.train.record import finite_or_none
 from rtcwm.train.span import SpanNoise, span_losses, stack
 from rtcwm.train.train_plan import TrainPlan, prepare
@@ -82,31 +84,44 @@ class Trainer(Loop):
 
     def _forward_backward(self) -> torch.Tensor:
         """One micro-step: the loss of a batch of samples and its gradient. Returns the loss, detached."""
-        visits = [self.sampler.next(self.world.rank) for _ in range(self.config.batch)]
-        windows, at_start = [], True
-        for visit in visits:
-            clip, first = self.plan.samples[visit.sample]
-            start = draw_start(clip, first, self.streams.own("start frame", visit.position))
-            windows.append(load_window(clip, first, start, picture1=self.config.picture1))
-            at_start &= first == start
-        window = stack(windows).to(self.world.device)
-        noise = SpanNoise.draw(window, *(self.streams.own("noise", visit.position) for visit in visits))
-        levels = self._levels(visits[0].position, at_start)  # a packed layout has one time a row, whatever the batch
-        losses = self._span_losses(window, noise, levels.sigma.to(self.world.device))
-        loss = weighted_loss(losses, levels.weight.to(self.world.device))
+        batch = draw_batch(
+            self.plan, self.streams, [self.sampler.next(self.world.rank) for _ in range(self.config.batch)]
+        )
+        window, noise = batch.window.to(self.world.device), batch.noise.to(self.world.device)
+        losses = self._span_losses(window, noise, batch.levels.sigma.to(self.world.device))
+        loss = weighted_loss(losses, batch.levels.weight.to(self.world.device))
         self.engine.backward(loss)
         self.base.finish_backward()
         return loss.detach()
-
-    def _levels(self, position: int, at_start: bool) -> Levels:
-        draw = OBJECTIVES[self.config.objective]
-        levels = draw(SPAN_CHUNKS, self.config.level_shift, self.streams.own("levels", position))
-        return keep_first_clean(levels) if self.config.clean_first and at_start else levels
 
     def _span_losses(self, window: Window, noise: SpanNoise, sigma: torch.Tensor) -> torch.Tensor:
         return span_losses(
             self.base.model, window, noise, sigma, self.plan.inputs.kernel, self.config.mask_rule, self.run_with_adapter
         )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one micro-step learns from, on the CPU: clean windows of one layout, their noise, and the levels they share."""
+
+    window: Window
+    noise: SpanNoise
+    levels: Levels
+
+
+def draw_batch(plan: TrainPlan, streams: Streams, visits: Sequence[Visit]) -> Batch:
+    """Loads the samples of these visits and draws all that is random of them, by their positions in the run."""
+    config, windows, at_start = plan.config, [], True
+    for visit in visits:
+        clip, first = plan.samples[visit.sample]
+        start = draw_start(clip, first, streams.own("start frame", visit.position))
+        windows.append(load_window(clip, first, start, picture1=config.picture1))
+        at_start &= first == start
+    window = stack(windows)
+    noise = SpanNoise.draw(window, *(streams.own("noise", visit.position) for visit in visits))
+    # A packed layout has one time a row, whatever the batch.
+    levels = OBJECTIVES[config.objective](SPAN_CHUNKS, config.level_shift, streams.own("levels", visits[0].position))
+    return Batch(window, noise, keep_first_clean(levels) if config.clean_first and at_start else levels)
 
 
 if __name__ == "__main__":
