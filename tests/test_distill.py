@@ -82,6 +82,7 @@ def alternation(world, options: dict, base: dict | None = None, folder: str = ""
         "rows": outcomes,
         "student": {name: value.detach().clone() for name, value in trainer.student.adapter.named_parameters()},
         "critic": {name: value.detach().clone() for name, value in trainer.critic.adapter.named_parameters()},
+        "average": trainer.average.state_dict() if trainer.average else {},
         "gathered": gathered,
         "untouched": trainer.base.digest() == before and not teacher_moved and trainer.base.slot.active is None,
     }
@@ -144,8 +145,8 @@ def plain(options: dict, ranks: int, one_level: bool = False) -> dict:
         return predict_velocity(model, noisy, layout, times, attend, text_time=time_of_text, run=bound(adapter))
 
     def level(generator: torch.Generator) -> float:
-        uniform = 0.02 + 0.96 * torch.rand((), generator=generator)
-        return (12 * uniform / (1 + 11 * uniform)).item()
+        uniform, amount = 0.02 + 0.96 * torch.rand((), generator=generator), config.score_shift
+        return (amount * uniform / (1 + (amount - 1) * uniform)).item()
 
     def update(name: str, adapter: Adapter, losses: list, lr: float) -> tuple[float, float]:
         loss = torch.stack(losses).mean()
@@ -159,11 +160,11 @@ def plain(options: dict, ranks: int, one_level: bool = False) -> dict:
         optimizers[name].step()
         return loss.item(), norm
 
-    table = []
+    table, mean = [], {name: value.detach().clone() for name, value in student.named_parameters()}
     for iteration in range(config.iters):
         generator = streams.shared("rollout", iteration)
         chunks = int(torch.randint(config.min_chunks, config.max_chunks + 1, (), generator=generator))
-        stops = torch.randint(4, (chunks,), generator=generator).tolist()
+        stops = torch.randint(4, (chunks,), generator=generator).tolist() if config.stops == "random" else [3] * chunks
         warm = min(1.0, (iteration + 1) / config.warmup)
         losses, rollouts = [], []
         for rank in range(ranks):
@@ -179,21 +180,26 @@ def plain(options: dict, ranks: int, one_level: bool = False) -> dict:
             )  # fmt: skip
             latents = torch.cat(made, dim=2)
             begin = chunks - (8 if config.teacher_kind == "released" else 6)
-            own = streams.own("student score", visit.position)
-            if rank == 0 or not one_level:
-                sigma = level(own)
             window = cut(latents.detach(), truth, begin)
-            noise = SpanNoise.draw(window, own)
-            with torch.no_grad():
-                noisy = (1 - sigma) * window.video + sigma * noise.video
-                real = noisy + sigma * predicted(window, noise, sigma, teacher)
-                fake = noisy + sigma * predicted(window, noise, sigma, critic)
+            scores = []
+            for draw in range(config.score_draws):
+                own = streams.own(f"student score {draw}", visit.position)
+                if rank == 0 or not one_level:
+                    sigma = level(own)
+                noise = SpanNoise.draw(window, own)
+                with torch.no_grad():
+                    noisy = (1 - sigma) * window.video + sigma * noise.video
+                    real = noisy + sigma * predicted(window, noise, sigma, teacher)
+                    scores.append((real, noisy + sigma * predicted(window, noise, sigma, critic)))
             x = latents[:, :, 5 * begin : 5 * begin + latents_of_window]
             alive = torch.arange(x.shape[2]) + 5 * begin >= 5 * (chunks - config.grad_chunks)
-            target = (x - (fake - real) / (x - real).abs().mean()).detach()
+            pull = sum((fake - real) / (x - real).abs().mean() for real, fake in scores) / len(scores)
+            target = (x - pull).detach()
             losses.append(0.5 * ((x - target)[:, :, alive] ** 2).mean())
             rollouts.append((visit.position, latents.detach(), truth))
         dmd, norm = update("student", student, losses, config.gen_lr * warm)
+        decay = min(config.ema, (iteration + 1) / (iteration + 10))
+        mean = {name: decay * mean[name] + (1 - decay) * value.detach() for name, value in student.named_parameters()}
         critic_losses, critic_norms = [], []
         for turn in range(config.critic_per_gen):
             losses = []
@@ -218,6 +224,7 @@ def plain(options: dict, ranks: int, one_level: bool = False) -> dict:
         "rows": table,
         "student": dict(student.named_parameters()),
         "critic": dict(critic.named_parameters()),
+        "average": mean,
     }
 
 
@@ -232,6 +239,9 @@ def assert_equal(result: dict, expected: dict, options: dict) -> None:
             # is rounding alone moves a weight by up to that; such weights are few.
             far = (result[role][name] - value).abs() > 0.01 * lr
             assert far.float().mean() < 0.01, (role, name, far.float().mean().item())
+    for name, value in result["average"].items():
+        far = (value - expected["average"][name]).abs() > 0.01 * options["gen_lr"]
+        assert far.float().mean() < 0.01, name
     assert result["untouched"] and set(result["gathered"]) == {0}
 
 
@@ -259,20 +269,22 @@ def test_two_groups_of_two_equal_plain_torch(options, tmp_path):
         assert_equal(result, expected, options)
 
 
-def test_a_causal_teacher_clean_history_and_no_reuse_equal_plain_torch(options, tmp_path):
+def test_a_causal_teacher_and_all_other_choices_equal_plain_torch(options, tmp_path):
     choice = options | {
         "out": str(tmp_path / "run"), "teacher_kind": "causal", "min_chunks": 6, "max_chunks": 8, "kv_reuse": False,
-        "rollout_history": "clean", "grad_chunks": 6, "iters": 2,
+        "rollout_history": "clean", "grad_chunks": 6, "iters": 2, "stops": "last", "score_draws": 2, "score_shift": 3.0,
+        "ema": 0.3,
     }  # fmt: skip
     config = open_base(options["base"]).config
     for role, seed in (("teacher", 2), ("critic", 3)):
         choice[f"{role}_lora"] = make_adapter(tmp_path / f"{role}.safetensors", config, seed, objective="df")
     (result,) = run_ranks(1, alternation, choice)
     assert_equal(result, plain(choice, ranks=1), options)
+    assert result["average"]
 
 
 def flags(options: dict, **changes: object) -> dict:
-    return options | {"iters": 4, "save_every": 1, "critic_per_gen": 1} | changes
+    return options | {"iters": 4, "save_every": 1, "critic_per_gen": 1, "ema": 0.5} | changes
 
 
 def test_killed_at_a_random_moment_and_resumed_it_ends_bit_for_bit(options, tmp_path):
@@ -286,7 +298,8 @@ def test_killed_at_a_random_moment_and_resumed_it_ends_bit_for_bit(options, tmp_
     time.sleep(delay)
     kill(process)
     run(deepspeed("--num_gpus", "2"), MODULE, flags(options, out=broken), tmp_path / "log2")
-    for role in ("student", "critic"):
+    roles = ("critic", "student", "student_ema")
+    for role in roles:
         states = [load_file(out / "state" / "step00004" / f"{role}.safetensors") for out in (whole, broken)]
         assert states[0].keys() == states[1].keys()
         for name, value in states[0].items():
@@ -294,7 +307,7 @@ def test_killed_at_a_random_moment_and_resumed_it_ends_bit_for_bit(options, tmp_
     assert without_clock(whole) == without_clock(broken)
     assert [row["step"] for row in rows(broken)] == [0, 1, 2, 3, 4]
     made = sorted(path.name for path in broken.glob("*.safetensors"))
-    assert made == [f"{role}_iter{step:05d}.safetensors" for role in ("critic", "student") for step in (1, 2, 3, 4)]
+    assert made == [f"{role}_iter{step:05d}.safetensors" for role in roles for step in (1, 2, 3, 4)]
     metadata = read_metadata(broken / "student_iter00004.safetensors")
     assert (metadata["steps"], metadata["shift"], metadata["history_level"]) == ("4", "5.0", "0.625")
     output = (tmp_path / "log0").read_text()

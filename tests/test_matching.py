@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rtcwm.model.matching import NORMALISER_FLOOR, SCORE_SHIFT, matching_loss, score_level
+from rtcwm.model.matching import NORMALISER_FLOOR, matching_loss, score_level
 from rtcwm.model.objectives import add_noise
 
 
@@ -15,7 +15,7 @@ def latents(seed: int, batch: int = 1) -> torch.Tensor:
 
 def test_the_gradient_is_the_formulas():
     clean, real, fake = latents(0, 2).requires_grad_(), latents(1, 2), latents(2, 2)
-    matching = matching_loss(clean, real, fake, live=7)
+    matching = matching_loss(clean, [(real, fake)], live=7)
     matching.loss.backward()
     for sample in range(2):
         normaliser = (clean[sample] - real[sample]).abs().mean()
@@ -31,23 +31,35 @@ def test_the_gradient_is_the_formulas():
     assert matching.cosine.item() == pytest.approx(expected.item())
 
 
+def test_several_draws_average_their_gradients():
+    clean = latents(0, 2)
+    pairs = [(latents(1, 2), latents(2, 2)), (3 * latents(3, 2), latents(4, 2))]
+
+    def gradient(scores):
+        leaf = clean.clone().requires_grad_()
+        matching_loss(leaf, scores, live=7).loss.backward()
+        return leaf.grad
+
+    torch.testing.assert_close(gradient(pairs), (gradient(pairs[:1]) + gradient(pairs[1:])) / 2)
+
+
 def test_the_share_of_live_latents_does_not_scale_the_gradient():
     """Twice as many live latents share the mean: the gradient of one is half as large, not a matter of the window."""
     clean, real, fake = latents(0), latents(1), latents(2)
     norms = {}
     for live in (3, 6):
         leaf = clean.clone().requires_grad_()
-        matching_loss(leaf, real, fake, live).loss.backward()
+        matching_loss(leaf, [(real, fake)], live).loss.backward()
         norms[live] = leaf.grad[:, :, -3:]
     torch.testing.assert_close(norms[3], 2 * norms[6])
 
 
 def test_scores_that_agree_move_nothing_and_a_perfect_teacher_does_not_divide_by_zero():
     clean, score = latents(0).requires_grad_(), latents(1)
-    matching_loss(clean, score, score.clone(), 5).loss.backward()
+    matching_loss(clean, [(score, score.clone())], 5).loss.backward()
     assert not clean.grad.any()
     clean = latents(0).requires_grad_()
-    matching = matching_loss(clean, clean.detach(), clean.detach() + 1e-3, 12)
+    matching = matching_loss(clean, [(clean.detach(), clean.detach() + 1e-3)], 12)
     matching.loss.backward()
     assert torch.isfinite(clean.grad).all()
     assert matching.gradient.item() == pytest.approx(1e-3 / NORMALISER_FLOOR, rel=1e-6)
@@ -85,7 +97,7 @@ def test_the_gradient_is_the_slope_of_the_divergence(sigma):
     gradient = 0.0
     for sample in range(2):  # each with a normaliser of its own
         leaf = clean[sample : sample + 1]
-        matching = matching_loss(leaf, real[sample : sample + 1], fake[sample : sample + 1], live=12)
+        matching = matching_loss(leaf, [(real[sample : sample + 1], fake[sample : sample + 1])], live=12)
         (one,) = torch.autograd.grad(matching.loss, shape, retain_graph=True)
         normaliser = (leaf - real[sample : sample + 1]).abs().mean()
         gradient += (one * normaliser).item() / 2
@@ -94,10 +106,10 @@ def test_the_gradient_is_the_slope_of_the_divergence(sigma):
 
 def test_levels_of_scores():
     generator, twin = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
-    sigma, uniform = score_level(generator)
+    sigma, uniform = score_level(generator, 12.0)
     expected = 0.02 + 0.96 * torch.rand((), generator=twin).item()
     assert uniform == pytest.approx(expected, rel=1e-6)
-    assert sigma == pytest.approx(SCORE_SHIFT * expected / (1 + (SCORE_SHIFT - 1) * expected), rel=1e-6)
-    uniforms = [score_level(generator)[1] for _ in range(3000)]
+    assert sigma == pytest.approx(12 * expected / (1 + 11 * expected), rel=1e-6)
+    uniforms = [score_level(generator, 12.0)[1] for _ in range(3000)]
     assert min(uniforms) >= 0.02 and max(uniforms) <= 0.98
     assert sum(uniforms) / 3000 == pytest.approx(0.5, abs=0.02)

@@ -12,17 +12,25 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rtcwm.engine.adapter import AdapterEngine
 from rtcwm.engine.world import World
 from rtcwm.errors import UserError
 
 KEEP = 2
 """Checkpoints that stay in ``state/``; older ones are removed once a new one is in place."""
+
+
+class Stateful(Protocol):
+    """What a checkpoint holds one file of: its state whole on rank 0, empty elsewhere. Both are collectives."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]: ...
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None: ...
 
 
 class Checkpoints:
@@ -36,7 +44,7 @@ class Checkpoints:
         self.world = world
         self.folder = folder
 
-    def save(self, step: int, engines: Mapping[str, AdapterEngine], counters: dict) -> None:
+    def save(self, step: int, engines: Mapping[str, Stateful], counters: dict) -> None:
         """Writes the state of all engines and the program's counters; a collective.
 
         Raises:
@@ -45,7 +53,7 @@ class Checkpoints:
         states = {name: engine.state_dict() for name, engine in engines.items()}
         self.world.on_main(lambda: self._write(step, states, counters))
 
-    def load(self, engines: Mapping[str, AdapterEngine], step: int) -> dict:
+    def load(self, engines: Mapping[str, Stateful], step: int) -> dict:
         """Restores all engines from a complete checkpoint; returns the counters. A collective."""
         folder = self.path(step)
         for name, engine in engines.items():

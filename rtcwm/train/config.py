@@ -108,6 +108,8 @@ class DistillConfig(RunConfig):
         "released", "37 latents bidirectional, or the student's own span"
     )
     teacher_picture1: Literal["window", "start"] = option("window", "Picture 1 of a released teacher's window")
+    score_shift: float = option(12.0, "shift of the noise levels that teacher and critic score at")
+    score_draws: int = option(1, "levels at which a rollout is scored for the student; their mean is less noisy")
     steps: int = option(4, "steps of the student's schedule")
     shift: float = option(5.0, "shift of the student's schedule")
     iters: int = option(200, "iterations: one student update and the critic's updates each")
@@ -115,6 +117,10 @@ class DistillConfig(RunConfig):
     max_chunks: int = option(14, "longest rollout")
     kv_reuse: bool = option(True, "keep keys and values of the history; false: recompute the window for every chunk")
     rollout_history: Literal["last-step", "clean"] = option("last-step", "noise level at which history is attended to")
+    stops: Literal["random", "last"] = option(
+        "random", "step at which a chunk of a rollout stops: a random one of the schedule, or always the last"
+    )
+    ema: float = option(0.0, "decay of the student's running mean, saved as student_ema_iter files; 0: none")
     gen_lr: float = option(2e-6, "the student's learning rate")
     critic_lr: float = option(4e-6, "the critic's learning rate")
     critic_per_gen: int = option(7, "critic updates an iteration")
@@ -125,7 +131,9 @@ class DistillConfig(RunConfig):
     def __post_init__(self):
         super().__post_init__()
         require(bool(self.student_lora), "--student-lora is required: an adapter that diffusion forcing trained")
-        self._at_least(1, "steps", "iters", "critic_per_gen", "grad_chunks")
+        self._at_least(1, "steps", "iters", "critic_per_gen", "grad_chunks", "score_draws")
+        require(1 <= self.score_shift < math.inf, f"--score-shift {self.score_shift}: expected 1 (none) or more")
+        require(0 <= self.ema < 1, f"--ema {self.ema}: expected a decay from 0 (none) to below 1")
         self._learning_rates("gen_lr", "critic_lr")
         require(
             self.min_chunks <= self.max_chunks, f"--min-chunks {self.min_chunks} is over --max-chunks {self.max_chunks}"

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from rtcwm.engine.adapter import AdapterEngine, Update
+from rtcwm.engine.average import Average
 from rtcwm.engine.base import BaseEngine
 from rtcwm.engine.memory import resident_gib
 from rtcwm.engine.streams import Streams
@@ -26,6 +27,7 @@ from rtcwm.model.attention import install
 from rtcwm.model.layout import CHUNK_LATENTS, SPAN_CHUNKS, audio_latents, frames_of
 from rtcwm.model.matching import Matching, matching_loss, score_level
 from rtcwm.model.objectives import clean_from_velocity, velocity
+from rtcwm.model.packing import Window
 from rtcwm.model.sampler import Conditions, rollout
 from rtcwm.train.config import DistillConfig, parse
 from rtcwm.train.dataset import EpochSampler, load_window, silence
@@ -63,6 +65,8 @@ class Draws:
     def of(cls, config: DistillConfig, streams: Streams, iteration: int) -> "Draws":
         generator = streams.shared("rollout", iteration)
         chunks = int(torch.randint(config.min_chunks, config.max_chunks + 1, (), generator=generator))
+        if config.stops == "last":
+            return cls(chunks, (config.steps - 1,) * chunks)
         return cls(chunks, tuple(torch.randint(config.steps, (chunks,), generator=generator).tolist()))
 
 
@@ -78,6 +82,7 @@ class Distiller(Loop):
         student, self.teacher_adapter, critic = plan.adapters()
         self.student = AdapterEngine(world, student, plan.student_settings)
         self.critic = AdapterEngine(world, critic, plan.critic_settings)
+        self.average = Average(world, self.student.adapter, config.ema) if config.ema else None
         if self.teacher_adapter is not None:
             self.teacher_adapter.requires_grad_(False).to(world.device)
         runner = self.base.activations.runner
@@ -97,7 +102,7 @@ class Distiller(Loop):
         super().__init__(
             world, RunFolder(config.out), {"student": self.student, "critic": self.critic},
             EpochSampler(len(plan.starts), world.size, config.seed), config.iters, config.save_every, config.max_skips,
-            unit="iteration",
+            unit="iteration", averages={"student_ema": self.average} if self.average else {},
         )  # fmt: skip
         self.spoken_until = self.step + SPOKEN_ITERATIONS
         for line in plan.lines():
@@ -121,6 +126,8 @@ class Distiller(Loop):
             del latents
             self.student.unpark()
             updated = self.student.step(self._warm(self.config.gen_lr))
+            if self.average and not updated.skipped:
+                self.average.update(self.student.updates)
         with self._timed("critic"):
             self.critic.unpark()
             updates, losses, bins = self._train_critic(visits, rolled)
@@ -141,6 +148,11 @@ class Distiller(Loop):
             name = f"{role}_iter{self.step:05d}.safetensors"
             metadata = self.plan.metadata(objective) | {"step": str(self.step)}
             self.folder.write_adapter(name, engine.adapter, self.plan.inputs.source.config, metadata)
+            names.append(name)
+        if self.average:
+            name = f"student_ema_iter{self.step:05d}.safetensors"
+            metadata = self.plan.metadata("dmd") | {"step": str(self.step), "ema": str(self.config.ema)}
+            self.folder.write_adapter(name, self.average.adapter, self.plan.inputs.source.config, metadata)
             names.append(name)
         return names
 
@@ -167,21 +179,27 @@ class Distiller(Loop):
         return latents, Rolled(latents.detach(), truth)
 
     def _match(self, visits: list[Visit], latents: torch.Tensor, rolled: Rolled) -> Matching:
-        """The student's loss on the window at the end of its rollout: one noise for both scores."""
+        """The student's loss on the window at the end of its rollout."""
         first = self.teacher.last(rolled.chunks)
-        generators = self._own("student score", visits)
-        sigma, _ = score_level(generators[0])
         window = self.teacher.window(rolled, first)
-        noise = SpanNoise.draw(window, *generators)
-        noisy = (1 - sigma) * window.video + sigma * noise.video
-        with torch.no_grad():
-            real, fake = (
-                clean_from_velocity(noisy, self.teacher.velocity(window, noise, sigma, run), sigma)
-                for run in (self.run_teacher, self.run_critic)
-            )
+        scores = [self._score(visits, window, draw) for draw in range(self.config.score_draws)]
         cut = latents[:, :, first * CHUNK_LATENTS : first * CHUNK_LATENTS + self.teacher.latents]
         live = cut.shape[2] - (rolled.chunks - self.config.grad_chunks - first) * CHUNK_LATENTS
-        return matching_loss(cut, real, fake, min(live, cut.shape[2]))
+        return matching_loss(cut, scores, min(live, cut.shape[2]))
+
+    @torch.no_grad()
+    def _score(self, visits: list[Visit], window: Window, draw: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Clean predictions of teacher and critic for the window, noised once to one level."""
+        self.record.progress(f"scores {draw + 1}/{self.config.score_draws}")
+        generators = self._own(f"student score {draw}", visits)
+        sigma, _ = score_level(generators[0], self.config.score_shift)
+        noise = SpanNoise.draw(window, *generators)
+        noisy = (1 - sigma) * window.video + sigma * noise.video
+        real, fake = (
+            clean_from_velocity(noisy, self.teacher.velocity(window, noise, sigma, run), sigma)
+            for run in (self.run_teacher, self.run_critic)
+        )
+        return real, fake
 
     def _train_critic(self, visits: list[Visit], rolled: Rolled) -> tuple[list[Update], torch.Tensor, torch.Tensor]:
         """The critic's updates: flow matching on random windows of the detached rollout.
@@ -194,7 +212,7 @@ class Distiller(Loop):
         for turn in range(self.config.critic_per_gen):
             self.record.progress(f"critic {turn + 1}/{self.config.critic_per_gen}")
             generators = self._own(f"critic {turn}", visits)
-            sigma, uniform = score_level(generators[0])
+            sigma, uniform = score_level(generators[0], self.config.score_shift)
             window = self.teacher.window(rolled, self.teacher.draw(rolled.chunks, generators[0]))
             noise = SpanNoise.draw(window, *generators)
             predicted = self.teacher.velocity(window, noise, sigma, self.run_critic)

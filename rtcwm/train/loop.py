@@ -7,8 +7,10 @@ resumable state is ``state_dict`` and the engines' own; all of it is counters an
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from rtcwm.engine.adapter import AdapterEngine
+from rtcwm.engine.average import Average
 from rtcwm.engine.checkpoint import Checkpoints
 from rtcwm.engine.memory import peak_gib
 from rtcwm.engine.world import World
@@ -53,14 +55,16 @@ class Loop(ABC):
         save_every: int,
         max_skips: int,
         unit: str = "step",
+        averages: Mapping[str, Average] = MappingProxyType({}),
     ):
         self.world, self.folder, self.engines, self.sampler = world, folder, engines, sampler
+        self.stateful = {**engines, **averages}
         self.steps, self.save_every, self.max_skips, self.unit = steps, save_every, max_skips, unit
         self.step = self.skipped = self.skips_in_row = 0
         self.checkpoints = Checkpoints(world, folder.path / "state")
         newest = self.checkpoints.newest()
         if newest is not None:
-            self.load_state_dict(self.checkpoints.load(engines, newest))
+            self.load_state_dict(self.checkpoints.load(self.stateful, newest))
             world.on_main(self.write_adapters)  # a death between the checkpoint and its adapters leaves the latter out
         self.saved = newest
         self._remember_good()
@@ -158,7 +162,7 @@ class Loop(ABC):
             return
         if self.saved == self.step:
             return
-        self.checkpoints.save(self.step, self.engines, self.state_dict())
+        self.checkpoints.save(self.step, self.stateful, self.state_dict())
         self.saved = self.step
         names = self.world.on_main(self.write_adapters)
         self.record.say(f"saved {self.checkpoints.path(self.step)} and {', '.join(names)}")
