@@ -1,23 +1,31 @@
 """Low-rank adapters over the four linear layers of every H3 block, several on one frozen base.
 
-An `Adapter` holds weights alone; it is what a DeepSpeed adapter engine trains. `inject` puts one forward hook on each
-adapted layer of the base. A hook adds ``scale * up(down(x))`` of the adapter that the `Slot` names at that moment, so
-one base serves teacher, student and critic, and its own weights are never touched. Whoever recomputes a block in the
-backward pass must bind the same adapter again: a slot left at another adapter recomputes other activations, which
-torch reports only when shapes differ.
+An `Adapter` holds weights alone; it is what a DeepSpeed adapter engine trains. `inject` gives each adapted layer of the
+base a forward that adds ``scale * up(down(x))`` of the adapter that the `Slot` names at that moment, so one base serves
+teacher, student and critic, and its own weights are never touched. Whoever recomputes a block in the backward pass must
+bind the same adapter again: a slot left at another adapter recomputes other activations, which torch reports only when
+shapes differ.
 
 Query, key and value share one down projection (the layer is the fused ``to_qkv``): splitting it would be another
 model with another number of parameters.
+
+The arithmetic of a layer takes no pass over its rows beyond the products. The small product comes first and the base's
+is added onto it by the matrix kernel itself (``addmm_``), which reads the sum where it writes it; so in the backward
+pass. The graph of a layer is two nodes: one saves what the backward pass needs, before anything is computed, and owns
+the gradient; the other computes. A recompute of a block ends where its last tensor is saved, and so never repeats the
+base's product of the last layer, which nothing in the block needs. A frozen weight is kept as the parameter itself:
+under ZeRO-3 its values come and go with its block, and a tensor made of it would keep them gathered.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import nn
-from torch.nn import functional
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 SITES = ("attn_qkv", "attn_out", "ffn_in", "ffn_out")
 
@@ -97,12 +105,6 @@ class Adapter(nn.Module):
         for block in self.blocks:
             yield from (block[site] for site in SITES)
 
-    def delta(self, block: int, site: str, x: torch.Tensor) -> torch.Tensor:
-        """What the adapter adds to a layer's output: ``scale * up(down(x))`` in x's dtype; x ``[..., in]``."""
-        pair = self.blocks[block][site]
-        low = functional.linear(x, pair.down.to(x.dtype))
-        return functional.linear(low, pair.up.to(x.dtype)) * self.scale
-
 
 class Slot:
     """Names the adapter that the hooks of one base read; None leaves the base as released."""
@@ -126,18 +128,140 @@ def adapted_layers(block: nn.Module) -> dict[str, nn.Linear]:
     return dict(zip(SITES, layers, strict=True))
 
 
+class Layer(NamedTuple):
+    """What an adapted layer computes with: ``x weight^T + scale * (x down^T) up^T``, or the first product alone.
+
+    weight ``[out, in]`` frozen; down ``[rank, in]``, up ``[out, rank]`` in a dtype of their own.
+    """
+
+    weight: Tensor
+    down: Tensor | None = None
+    up: Tensor | None = None
+    scale: float = 1.0
+
+
+def low_rank(x: Tensor, layer: Layer) -> Tensor | None:
+    """``scale * x down^T`` of rows ``[n, in]``, ``[n, rank]``; None without an adapter. No graph."""
+    if layer.down is None:
+        return None
+    low = x @ layer.down.detach().to(x.dtype).t()
+    return low if layer.scale == 1.0 else low.mul_(layer.scale)
+
+
+def product(x: Tensor, low: Tensor | None, layer: Layer, out: Tensor) -> Tensor:
+    """The layer's output for rows ``[n, in]``, written into ``out [n, out]``; ``low`` as from `low_rank`. No graph."""
+    if low is None:
+        return torch.mm(x, layer.weight.t(), out=out)
+    torch.mm(low, layer.up.detach().to(x.dtype).t(), out=out)
+    return out.addmm_(x, layer.weight.t())
+
+
+def gradients(
+    grad: Tensor, x: Tensor | None, low: Tensor | None, layer: Layer, dx: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of ``down`` and ``up`` in x's dtype, and of the input into ``dx [n, in]``. None where not wanted.
+
+    Args:
+        grad: of the output ``[n, out]``; x: the layer's rows where ``down`` wants a gradient; low: as from `low_rank`
+            where ``up`` wants one; dx: written, where the input wants one.
+    """
+    if layer.down is None:
+        if dx is not None:
+            torch.mm(grad, layer.weight, out=dx)
+        return None, None
+    dlow = grad @ layer.up.detach().to(grad.dtype)
+    dlow = dlow if layer.scale == 1.0 else dlow.mul_(layer.scale)
+    if dx is not None:
+        torch.mm(dlow, layer.down.detach().to(grad.dtype), out=dx)
+        dx.addmm_(grad, layer.weight)
+    return None if x is None else dlow.t() @ x, None if low is None else grad.t() @ low
+
+
+class Later(torch.autograd.Function):
+    """Computes without a graph. The output's gradient goes to ``token``, whose node saved beforehand what it needs."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, token: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        return compute()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def token_like(x: Tensor, width: int) -> Tensor:
+    """One number of x's dtype that stands for ``[n, width]``: autograd wants a gradient in the shape of its tensor."""
+    return x.new_empty(1).expand(x.shape[0], width)
+
+
+class _Kept(torch.autograd.Function):
+    """Saves what the gradients of an adapted layer need and computes nothing; its output is a token for `Later`."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x, low, weight, down, up, scale) -> Tensor:
+        _, _, _, wants_down, wants_up, _ = ctx.needs_input_grad
+        ctx.weight, ctx.scale = weight, scale
+        ctx.save_for_backward(x if wants_down else None, low if wants_up else None, down, up)
+        return token_like(x, weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, low, down, up = ctx.saved_tensors
+        dx = grad.new_empty(grad.shape[0], ctx.weight.shape[1]) if ctx.needs_input_grad[0] else None
+        ddown, dup = gradients(grad, x, low, Layer(ctx.weight, down, up, ctx.scale), dx)
+        ddown, dup = (None if g is None else g.to(p.dtype) for g, p in ((ddown, down), (dup, up)))
+        return dx, None, None, ddown, dup, None
+
+
+def adapted(x: Tensor, layer: Layer) -> Tensor:
+    """The layer's output ``[..., out]`` for x ``[..., in]``, with gradients of x and of the adapter.
+
+    Raises RuntimeError where the base's weight wants a gradient: it gets none here.
+    """
+    if layer.weight.requires_grad:
+        raise RuntimeError("the base's weights are frozen under an adapter, and this one asks for a gradient")
+    rows, plain = x.flatten(0, -2), x.detach().flatten(0, -2)
+    low = low_rank(plain, layer)
+
+    def compute() -> Tensor:
+        return product(plain, low, layer, plain.new_empty(plain.shape[0], layer.weight.shape[0]))
+
+    if torch.is_grad_enabled():
+        out = Later.apply(_Kept.apply(rows, low, *layer), compute)
+    else:
+        out = compute()
+    return out.unflatten(0, x.shape[:-1])
+
+
+class Site:
+    """The forward of one adapted layer."""
+
+    def __init__(self, slot: Slot, linear: nn.Linear, index: int, site: str):
+        self.slot, self.linear, self.index, self.site = slot, linear, index, site
+
+    def layer(self) -> Layer:
+        """The layer with the adapter that is active now; to be asked inside of the block's forward."""
+        adapter, weight = self.slot.active, self.linear.weight
+        if adapter is None:
+            return Layer(weight)
+        pair = adapter.blocks[self.index][self.site]
+        return Layer(weight, pair.down, pair.up, adapter.scale)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return adapted(x, self.layer())
+
+
+def layer_of(linear: nn.Linear) -> Layer:
+    """What a linear layer computes with at this moment, whether it was injected or not."""
+    return linear.forward.layer() if isinstance(linear.forward, Site) else Layer(linear.weight)
+
+
 def inject(model: nn.Module) -> Slot:
-    """Hooks every adapted layer of the base; returns the slot that decides what the hooks add."""
+    """Gives every adapted layer of the base its forward; returns the slot that decides what is added there."""
     slot = Slot()
-
-    def hook(index: int, site: str):
-        def add(_module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor | None:
-            adapter = slot.active
-            return None if adapter is None else output + adapter.delta(index, site, inputs[0])
-
-        return add
-
     for index, block in enumerate(model.transformer_blocks):
-        for site, layer in adapted_layers(block).items():
-            layer.register_forward_hook(hook(index, site))
+        for site, linear in adapted_layers(block).items():
+            linear.forward = Site(slot, linear, index, site)
     return slot
