@@ -75,8 +75,10 @@ def write_clip(
     codec: Mapping[str, str],
     flagged: Sequence[Mapping[str, int | str]] = (),
     text_encoder: Mapping[str, str] | None = None,
+    prepared: Mapping[str, object] | None = None,
 ) -> Path:
-    """Write a clip folder: aside first, then renamed, so that a folder of that name is always whole.
+    """Write a clip folder: aside first, then renamed, so that a folder of that name is always whole, also where the
+    process is killed while it replaces an earlier one.
 
     Args:
         root: folder of clips, made if needed.
@@ -88,6 +90,7 @@ def write_clip(
         codec: {name, hash} of what made the latents.
         flagged: spans that training must avoid, as in `clip.json`: {first_chunk, last_chunk (inclusive), reason}.
         text_encoder: {name, hash} of what made the text rows.
+        prepared: what the clip was made from (hashes of its sources, settings, remarks), kept as it is.
 
     Returns:
         The clip's folder; one of the same name is replaced.
@@ -96,6 +99,7 @@ def write_clip(
         UserError: parts that :func:`open_clips` would refuse.
     """
     aside, final = root / f".{clip_id}.writing-{os.getpid()}", root / clip_id
+    replaced = root / f".{clip_id}.replaced-{os.getpid()}"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
@@ -121,15 +125,18 @@ def write_clip(
             "text_encoder": dict(text_encoder) if text_encoder else None,
             "geometry": {name: getattr(geometry, name) for name in Geometry.__dataclass_fields__},
         }
+        if prepared is not None:
+            description["prepared"] = dict(prepared)
         (aside / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
         for file in aside.iterdir():  # safetensors writes for the owner alone; other nodes' users must read too
             file.chmod(aside.stat().st_mode & 0o666)
         read_clip(aside)
         if final.exists():
-            shutil.rmtree(final)
+            final.rename(replaced)
         aside.rename(final)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
     return final
 
 

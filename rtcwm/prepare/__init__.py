@@ -1,0 +1,1 @@
+"""Preparation: stream caches from users' videos, proxies and captions."""
