@@ -141,7 +141,7 @@ DOWN, UP = "lora_unet_blocks_0_attn_qkv_proj.lora_down.weight", "lora_unet_block
         (lambda t: t.update({ALPHA: torch.tensor(0.0)}), "expected one finite number other than 0"),
         (lambda t: t.update({ALPHA: torch.ones(2)}), "expected one finite number other than 0"),
         (lambda t: t.pop(UP), "lacks lora_unet_blocks_1_mlp_fc2.lora_up.weight"),
-        (lambda t: t.pop(DOWN), "not an adapter with fused qkv"),
+        (lambda t: t.pop(DOWN), "lacks lora_unet_blocks_0_attn_qkv_proj.lora_down.weight"),
         (lambda t: t.update({UP: t[UP][:-1].clone()}), r"is \[47, 4\], but this base and rank 4 need \[48, 4\]"),
         (lambda t: t.update({"extra": torch.ones(1)}), "no layer for, such as extra"),
         (lambda t: t.update({UP.replace("lora_up.weight", "alpha"): torch.tensor(3.0)}), "alpha differs"),

@@ -110,7 +110,7 @@ def read_model(text: str, source: BaseSource, codec: str) -> Model:
     if adapter == RELEASED:
         adapter = str(embedded_adapter())
     if adapter is not None:
-        if not Path(adapter).is_file():
+        if not Path(adapter).exists():
             raise UserError(f"--model+ {text}: there is no adapter file at {adapter}; name a file, or 'base' for none")
         check_adapter(adapter, source, codec=codec, span=str(SPAN_CHUNKS))
         metadata = read_metadata(Path(adapter))

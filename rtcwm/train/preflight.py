@@ -25,7 +25,8 @@ from rtcwm.engine.settings import (
 )
 from rtcwm.engine.world import World
 from rtcwm.errors import SharedError, UserError
-from rtcwm.model.adapter_files import check_values, file_shape, load_adapter, read_metadata
+from rtcwm.model.adapter_files import load_adapter
+from rtcwm.model.adapter_reader import open_adapter
 from rtcwm.model.kernels import Kernel, resolve
 from rtcwm.model.layout import SPAN_CHUNKS
 from rtcwm.model.loading import BaseSource, embedded_adapter, open_base
@@ -171,8 +172,9 @@ def check_adapter(path: str, source: BaseSource, **expected: str | None) -> Adap
     Raises:
         UserError: the file, its shapes, its values, its base or one of the expected entries does not fit.
     """
-    check_values(Path(path))
-    shape, metadata = file_shape(Path(path), source.config), read_metadata(Path(path))
+    file = open_adapter(Path(path))
+    shape, metadata = file.shape(source.config), file.metadata
+    file.check_values()
     if metadata.get("base") not in (None, source.fingerprint):
         raise UserError(
             f"{path} was trained on base {metadata['base']} ({metadata.get('base_description', 'no description')}); "
@@ -235,11 +237,8 @@ def claim(
 
 
 def file_hash(path: str | None) -> str | None:
-    """Hash of a whole file (an adapter is about a gigabyte: a second), or None for no file."""
-    if path is None:
-        return None
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    """Hash of an adapter's whole file, or None for no file."""
+    return None if path is None else open_adapter(Path(path)).hash
 
 
 def _contents(clips: Sequence[Clip]) -> str:
