@@ -1,4 +1,4 @@
-"""Attention of the blocks: dense kernels, how a layout's rule is carried out with them, and the processor.
+"""Attention of the blocks: how a layout's rule is carried out with a dense kernel, and the processor.
 
 A block hands its attention mask argument through to the processor, and rtcwm passes an `Attend` there: a callable that
 gets queries, keys and values (normed, not yet rotated, so that a cache can keep keys that move to other positions) and
@@ -9,15 +9,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 
-import torch
 from diffusers import MiniMaxH3Transformer3DModel
 from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3Attention, _apply_rotary_emb
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from rtcwm.model.kernels import Kernel, flex, resolve, sdpa
+from rtcwm.model.dense import flex, sdpa
+from rtcwm.model.kernels import Kernel, resolve
 from rtcwm.model.masks import Group, Rule, flex_mask_mod, groups
 from rtcwm.model.packing import Layout
+from rtcwm.model.prefix import attention, encode
 
 __all__ = ["Attend", "Flex", "Full", "Kernel", "Masked", "Prefix", "Processor", "install", "make_attend", "resolve"]
 
@@ -44,59 +45,19 @@ class Full(Attend):
         self.kernel = kernel
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary) -> Tensor:
-        return self.kernel.fn(rotate(q, rotary), rotate(k, rotary), v)
+        return attention(self.kernel, rotate(q, rotary), rotate(k, rotary), v)
 
 
 class Prefix(Attend):
-    """A rule as dense calls, one a group of `masks.groups`; no masks, and no pair of rows computed in vain."""
+    """A rule as dense calls, one a group of `masks.groups`, inside one operator (`rtcwm.model.prefix`); no masks, and
+    no pair of rows computed in vain."""
 
     def __init__(self, kernel: Kernel, calls: Sequence[Group]) -> None:
         self.kernel = kernel
-        self.sizes = [group.rows.stop - group.rows.start for group in calls]
-        self.calls = tuple(calls)
-        self.compact = [group.rows for group in calls if group.store == "compact"]
-        self.from_all = [keys for group in calls if group.store == "all" for keys in group.keys]
-        self.from_compact = [keys for group in calls if group.store == "compact" for keys in group.keys]
+        self.plan = encode(calls)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary) -> Tensor:
-        queries = rotate(q, rotary).split(self.sizes, dim=1)
-        keys, values = self._cut(rotate(k, rotary)), self._cut(v)
-        return torch.cat([self.kernel.fn(*qkv) for qkv in zip(queries, keys, values)], dim=1)
-
-    def _cut(self, x: Tensor) -> list[Tensor]:
-        """Keys or values of every group: views, but for groups whose keys are in several pieces."""
-        pieces = _SharedViews.apply(x, *self.compact, *self.from_all)
-        compact = torch.cat(pieces[: len(self.compact)], dim=1)
-        pieces_of = {
-            "all": iter(pieces[len(self.compact) :]),
-            "compact": iter(_SharedViews.apply(compact, *self.from_compact)),
-        }
-        cut = []
-        for group in self.calls:
-            parts = [next(pieces_of[group.store]) for _ in group.keys]
-            cut.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
-        return cut
-
-
-class _SharedViews(torch.autograd.Function):
-    """Overlapping slices of the rows of x, as views. The gradient adds every slice's part into one buffer, where plain
-    slicing would fill and add a whole buffer of zeros for each."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, *rows: slice) -> tuple[Tensor, ...]:
-        ctx.rows, ctx.shape = rows, x.shape
-        ctx.set_materialize_grads(False)
-        return tuple(x[:, piece] for piece in rows)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        total = None
-        for piece, grad in zip(ctx.rows, grads):
-            if grad is not None:
-                total = grad.new_zeros(ctx.shape) if total is None else total
-                total[:, piece] += grad
-        return total, *(None for _ in ctx.rows)
+        return attention(self.kernel, rotate(q, rotary), rotate(k, rotary), v, self.plan)
 
 
 class Masked(Attend):

@@ -2,130 +2,50 @@
 
 A kernel takes q [B, Sq, H, D] and k, v [B, Sk, H, D], computes softmax(q k^T / sqrt(D)) v without a mask, and is
 differentiable. Nothing falls back in silence: a kernel asked for by name is used or is an error, and "auto" says what
-it took and what it passed over.
+it took, by which measurement, and what it passed over.
 """
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.nn.functional import scaled_dot_product_attention
 
 from rtcwm.errors import UserError
-
-DenseAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+from rtcwm.model import dense
+from rtcwm.model.dense import Backward, Dense, DenseAttention, Forward, Unavailable
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A dense kernel, its name, and a line for people: which one, of what version, why."""
+    """A dense kernel: its name, the plain differentiable call, and a line for people: which one, of what version, why.
+
+    `forward` and `backward` are its two halves (`rtcwm.model.dense`). A kernel without them is run by the plain call,
+    and its outputs cannot be kept for a recompute.
+    """
 
     name: str
     fn: DenseAttention
     why: str
+    forward: Forward | None = None
+    backward: Backward | None = None
 
 
-class Unavailable(Exception):
-    """A kernel cannot run here; the message says what is missing."""
-
-
-def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """torch's own choice of scaled dot product attention; `mask` [Sq, Sk] bool."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
-
-
-def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """SDPA restricted to cuDNN, which fails rather than take another kernel."""
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return sdpa(q, k, v)
-
-
-def flex(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask | None = None) -> Tensor:
-    """Flex attention, compiled on CUDA. On the CPU, where torch offers it for inference only, a block mask goes through
-    the operator behind it, whose eager form materialises the scores and has a gradient."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if q.is_cuda:
-        out = _compiled_flex()(q, k, v, block_mask=block_mask)
-    elif block_mask is None:
-        out = scaled_dot_product_attention(q, k, v)
-    else:
-        from torch._higher_order_ops.flex_attention import flex_attention as operator
-
-        out = operator(q, k, v, _unchanged, block_mask.as_tuple(), q.shape[-1] ** -0.5, {})[0]
-    return out.transpose(1, 2)
-
-
-def _unchanged(score: Tensor, *index: Tensor) -> Tensor:
-    return score
-
-
-@lru_cache(maxsize=1)
-def _compiled_flex() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=False)
-
-
-def _flash(module: str, package: str, capability: Callable[[tuple[int, int]], bool], cards: str):
-    """Opens a flash attention package: its function and version, or Unavailable."""
-
-    def open_package(device: torch.device) -> tuple[DenseAttention, str]:
-        try:
-            function = importlib.import_module(module).flash_attn_func
-        except (ImportError, AttributeError, OSError) as error:
-            raise Unavailable(f"package {package} is not installed ({error}); pip install {package}") from error
-        found = torch.cuda.get_device_capability(device)
-        if not capability(found):
-            raise Unavailable(f"it runs on {cards}, this device has compute capability {found[0]}.{found[1]}")
-
-        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = function(q, k, v)
-            return out[0] if isinstance(out, tuple) else out  # some versions return (out, logsumexp)
-
-        return attention, f"{package} {_version(package)}"
-
-    return open_package
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # built from source under another name
-        return "of unknown version"
-
-
-def _open_cudnn(device: torch.device) -> tuple[DenseAttention, str]:
-    if not torch.backends.cudnn.is_available() or torch.cuda.get_device_capability(device) < (8, 0):
-        raise Unavailable("it needs a torch build with cuDNN and compute capability 8.0 or newer")
-    return cudnn, f"torch {torch.__version__} SDPA, cuDNN {torch.backends.cudnn.version()} only"
-
-
-def _open_sdpa(device: torch.device) -> tuple[DenseAttention, str]:
-    return sdpa, f"torch {torch.__version__} scaled_dot_product_attention"
-
-
-def _open_flex(device: torch.device) -> tuple[DenseAttention, str]:
-    how = "compiled" if device.type == "cuda" else "eager, scores materialised"
-    return flex, f"torch {torch.__version__} flex_attention, {how}"
-
-
-KERNELS: dict[str, Callable[[torch.device], tuple[DenseAttention, str]]] = {
-    "fa4": _flash("flash_attn.cute", "flash-attn-4", lambda c: c >= (9, 0), "Hopper and newer"),
-    "fa3": _flash("flash_attn_interface", "flash-attn-3", lambda c: c[0] == 9, "Hopper"),
-    "cudnn": _open_cudnn,
-    "fa2": _flash("flash_attn", "flash-attn", lambda c: c >= (8, 0), "Ampere and newer"),
-    "sdpa": _open_sdpa,
-    "flex": _open_flex,
+KERNELS: dict[str, Callable[[torch.device], Dense]] = {
+    "fa4": dense.open_fa4,
+    "fa3": dense.open_fa3,
+    "cudnn": dense.open_cudnn,
+    "fa2": dense.open_fa2,
+    "sdpa": dense.open_sdpa,
+    "flex": dense.open_flex,
 }
-# By measured speed of prefix calls of 56 heads x 128 on an H200, TFLOP/s forward / with backward: fa4 683 / 620,
-# cuDNN 625 / 580, fa2 360 / 330. flex (429 / 385) is a reference and only taken by name.
-AUTO = {"cuda": ("fa4", "fa3", "cudnn", "fa2", "sdpa"), "cpu": ("sdpa",)}
 _ON_ANY_DEVICE = ("sdpa", "flex")
+# TFLOP/s of the prefix calls of 56 heads x 128 over 34,068 rows: forward, forward and backward. sdpa takes torch's own
+# FlashAttention-2 there. flex runs the rule as a block mask instead, cannot be kept for a recompute, and is a reference
+# that is only taken by name. fa3 has not been measured, so "auto" does not take it either.
+MEASURED: dict[str, dict[str, tuple[int, int]]] = {
+    "H200": {"fa4": (642, 572), "cudnn": (545, 509), "flex": (429, 385), "fa2": (360, 330), "sdpa": (360, 330)},
+}
+_NEVER_AUTO = ("flex",)
 
 
 def resolve(name: str, device: torch.device | str) -> Kernel:
@@ -135,30 +55,42 @@ def resolve(name: str, device: torch.device | str) -> Kernel:
     """
     device = torch.device(device)
     if name == "auto":
-        return _first_available(AUTO.get(device.type, ("sdpa",)), device)
+        return _fastest(device) if device.type == "cuda" else _on_other_devices(device)
     if name not in KERNELS:
         raise UserError(f"attention kernel {name!r} is not one of auto, {', '.join(KERNELS)}")
     try:
-        function, description = _open(name, device)
+        return _kernel(name, device, f"{name}, as asked for")
     except Unavailable as missing:
         raise UserError(f"attention kernel {name!r} cannot run here: {missing}; or ask for 'auto'") from missing
-    return Kernel(name, function, f"attention: {name}, as asked for ({description})")
 
 
-def _open(name: str, device: torch.device) -> tuple[DenseAttention, str]:
+def _kernel(name: str, device: torch.device, why: str, remarks: list[str] | None = None) -> Kernel:
     if device.type != "cuda" and name not in _ON_ANY_DEVICE:
         raise Unavailable(f"it needs a CUDA device, this one is {device.type}")
-    return KERNELS[name](device)
+    opened = KERNELS[name](device)
+    line = "; ".join([f"attention: {why} ({opened.description})", *(remarks or [])])
+    return Kernel(name, opened.fn, line, opened.forward, opened.backward)
 
 
-def _first_available(names: tuple[str, ...], device: torch.device) -> Kernel:
-    passed_over = []
+def _on_other_devices(device: torch.device) -> Kernel:
+    return _kernel("sdpa", device, f"sdpa, the one for {device.type}")
+
+
+def _fastest(device: torch.device) -> Kernel:
+    """The fastest kernel that is there, by the measurement of this card or, where there is none, of another."""
+    card = torch.cuda.get_device_name(device)
+    measured_on = next((known for known in MEASURED if known in card), None)
+    remarks = [] if measured_on else [f"no measurement on {card}, so by that of another card"]
+    speeds = MEASURED[measured_on or next(iter(MEASURED))]
+    names = sorted((name for name in speeds if name not in _NEVER_AUTO), key=lambda name: speeds[name][1], reverse=True)
     for name in names:
+        forward, both = speeds[name]
+        why = (
+            f"{name}, the fastest of {', '.join(names)} that is there on {device.type}: {forward} TFLOP/s forward, "
+            f"{both} with backward on {measured_on or next(iter(MEASURED))}"
+        )
         try:
-            function, description = _open(name, device)
+            return _kernel(name, device, why, remarks)
         except Unavailable as missing:
-            passed_over.append(f"{name}: {missing}")
-            continue
-        why = f"attention: {name}, the fastest of {', '.join(names)} that is there on {device.type} ({description})"
-        return Kernel(name, function, "; ".join([why, *passed_over]))
-    raise UserError(f"no attention kernel for {device}: {'; '.join(passed_over)}")
+            remarks.append(f"{name}: {missing}")
+    raise UserError(f"no attention kernel for {device}: {'; '.join(remarks)}")
