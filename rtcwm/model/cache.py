@@ -24,6 +24,7 @@ from rtcwm.model.blocks import dtype_of
 from rtcwm.model.layout import SPAN_CHUNKS
 from rtcwm.model.masks import Rule, sees
 from rtcwm.model.packing import PROXY, STATIC, TARGET, Layout
+from rtcwm.model.prefix import attention
 
 
 def window_start(chunk: int) -> int:
@@ -173,7 +174,7 @@ class CachedAttend(Attend):
             keys = [*(piece.keys[self.block] for piece in call.cached), *(k[:, rows] for rows in call.own)]
             values = [*(piece.values[self.block] for piece in call.cached), *(v[:, rows] for rows in call.own)]
             keys_in_slots = rotate(torch.cat(keys, dim=1), call.rotary)
-            out.append(self.kernel.fn(q[:, call.rows], keys_in_slots, torch.cat(values, dim=1)))
+            out.append(attention(self.kernel, q[:, call.rows], keys_in_slots, torch.cat(values, dim=1)))
         if self.store is not None:
             self.store.put(self.block, k, v)
         return torch.cat(out, dim=1)

@@ -46,7 +46,7 @@ def in_bf16(kernel: Kernel) -> Kernel:
     def rounded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return kernel.fn(*(x.to(torch.bfloat16) for x in (q, k, v))).to(q.dtype)
 
-    return replace(kernel, fn=rounded)
+    return replace(kernel, fn=rounded, forward=None, backward=None)
 
 
 def predict_velocities(
