@@ -5,16 +5,38 @@ import sys
 from jsonargparse import auto_cli
 
 from rtcwm import __version__
+from rtcwm.adapters.export import main_export, main_fuse
+from rtcwm.adapters.inspect import main_diff, main_show
+from rtcwm.bench.command import BENCH
 from rtcwm.data.make import main_world
 from rtcwm.errors import UserError
 from rtcwm.evaluate.command import main_evaluate
 from rtcwm.train.world_base import main_world_base
 
-COMMANDS = {"world": main_world, "evaluate": main_evaluate, "world-base": main_world_base}
+COMMANDS = {"world": main_world, "evaluate": main_evaluate, "bench": BENCH, "world-base": main_world_base}
+
+COMMANDS |= {"export": main_export, "adapter": {"show": main_show, "diff": main_diff, "fuse": main_fuse}}
+LEADING = {
+    ("export",): ("file",), ("adapter", "show"): ("file",), ("adapter", "fuse"): ("file",),
+    ("adapter", "diff"): ("first", "second"),
+}  # fmt: skip
+"""Arguments that may stand right after a command, without their flags."""
+
+
+def name_leading(words: list[str]) -> list[str]:
+    """Puts the flags of `LEADING` before the words that stand right after a command."""
+    for command, names in LEADING.items():
+        if tuple(words[: len(command)]) == command:
+            rest, named = words[len(command) :], []
+            for name in names:
+                if rest and not rest[0].startswith("-"):
+                    named += [f"--{name}", rest.pop(0)]
+            return [*command, *named, *rest]
+    return words
 
 
 def main() -> None:
-    """Runs one subcommand; a user's error is one line and exit code 2."""
+    """Runs one subcommand; a user's error is one line and exit code 2. A command may return an exit code of its own."""
     # Flags may be written with dashes, as the programs' are.
     arguments = [
         word
@@ -23,10 +45,15 @@ def main() -> None:
         for word in sys.argv[1:]
     ]
     try:
-        auto_cli(COMMANDS, args=arguments, prog="rtcwm", description=f"rtcwm {__version__}", as_positional=False)
+        description = f"rtcwm {__version__}"
+        code = auto_cli(
+            COMMANDS, args=name_leading(arguments), prog="rtcwm", description=description, as_positional=False
+        )
     except UserError as error:
         print(f"rtcwm: error: {error}", file=sys.stderr)
         sys.exit(2)
+    if code:
+        sys.exit(code)
 
 
 if __name__ == "__main__":

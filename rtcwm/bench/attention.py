@@ -1,0 +1,128 @@
+"""`rtcwm bench attention`: the prefix calls of one span, every kernel that is installed.
+
+Rates count the pairs (query, key) that the rule really needs; a kernel that computes masked pairs too has a lower one.
+Parity is at a small size, in the dtype of training, against a boolean mask in fp32: relative errors in the 2-norm.
+"""
+
+import torch
+from torch import Tensor
+
+from rtcwm.bench import measure, report
+from rtcwm.bench.command import Settings
+from rtcwm.bench.inputs import Case
+from rtcwm.bench.work import span_pairs
+from rtcwm.engine.world import program
+from rtcwm.errors import UserError
+from rtcwm.model.attention import Attend, Masked, make_attend
+from rtcwm.model.kernels import KERNELS, Kernel, resolve
+from rtcwm.model.layout import SPAN_CHUNKS, TEXT_TAG, Geometry
+from rtcwm.model.masks import RULES, boolean_mask
+from rtcwm.model.packing import stream_layout
+
+BACKWARD = 2.5
+"""Work of attention's backward pass over its forward pass: five products for two."""
+
+SMALL = Geometry(4, 8, 2, 4)
+"""Size at which kernels are held against the mask."""
+
+HEADS = 4
+
+
+def bench(settings: Settings) -> None:
+    """Times and checks the kernels, prints a table and writes the JSON file."""
+    with program("rtcwm bench attention") as world:
+        case, device = Case.of(settings), world.device
+        result = report.opening("attention", settings, case.as_dict(), device)
+        result["case"]["pairs"] = span_pairs(case.layout, "E")
+        result["ceilings"] = measure.ceilings(device)
+        world.print(f"{report.versions_line(result['machine'])}\n{case.line()}")
+        result["kernels"] = {}
+        for name in KERNELS if settings.attn == "auto" else [settings.attn]:
+            try:
+                kernel = resolve(name, device)
+            except UserError as missing:
+                world.print(f"{name} is left out: {missing}")
+                continue
+            result["kernels"][name] = measured(kernel, case, settings, device) | {
+                "parity": parity(kernel, case, device)
+            }
+        world.print(kernel_table(result))
+        report.write(settings.out, result)
+
+
+def measured(kernel: Kernel, case: Case, settings: Settings, device: torch.device) -> dict:
+    """Seconds and TFLOP/s of one block's attention over a span, forward, and forward with backward."""
+    layout, inner = case.layout.to(device), case.config["num_attention_heads"] * case.config["attention_head_dim"]
+    attend = make_attend(kernel, layout, "E")
+    width = case.config["attention_head_dim"]
+    q, k, v = random_qkv(layout.rows, case.config["num_attention_heads"], width, device, settings.seed)
+    gradient = torch.randn_like(q)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    flop = 4.0 * span_pairs(case.layout, "E") * inner
+
+    @torch.no_grad()
+    def forward() -> None:
+        attend(q, k, v, None)
+
+    def both() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        attend(*leaves, None).backward(gradient)
+
+    found = {"why": kernel.why}
+    for name, call, work in (("forward", forward, flop), ("both", both, flop * (1 + BACKWARD))):
+        try:
+            seconds = measure.timed(call, device, settings.warmup, settings.steps)
+        except torch.OutOfMemoryError:
+            found[name] = {"failed": "out of memory"}
+            continue
+        found[name] = {"seconds": seconds.as_dict(), "tflops": work / seconds.median / 1e12}
+    measure.release(device)
+    return found
+
+
+def random_qkv(rows: int, heads: int, width: int, device: torch.device, seed: int) -> list[Tensor]:
+    """q, k, v as the blocks make them, slices of one fused projection: bf16 on a GPU, fp32 on the CPU."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    draw = torch.Generator(device).manual_seed(seed)
+    fused = torch.randn(1, rows, 3 * heads * width, generator=draw, device=device).to(dtype)
+    return [x.unflatten(-1, (heads, width)) for x in fused.chunk(3, dim=-1)]
+
+
+def parity(kernel: Kernel, case: Case, device: torch.device) -> dict[str, dict[str, float]]:
+    """By rule: relative error of the output and of the three gradients against the boolean mask in fp32."""
+    layout = stream_layout(SMALL, (SMALL.height, SMALL.width), SPAN_CHUNKS, (TEXT_TAG,) * 5, 7).to(device)
+    inputs = random_qkv(layout.rows, HEADS, case.config["attention_head_dim"], device, seed=0)
+    gradient = torch.randn(inputs[0].shape, generator=torch.Generator(device).manual_seed(1), device=device)
+    found = {}
+    for rule in RULES:
+        exact = _gradients(Masked(boolean_mask(layout, rule)), [x.float() for x in inputs], gradient)
+        made = _gradients(make_attend(kernel, layout, rule), inputs, gradient.to(inputs[0].dtype))
+        found[rule] = {
+            name: ((a.float() - b).norm() / b.norm()).item()
+            for name, a, b in zip(("out", "dq", "dk", "dv"), made, exact, strict=True)
+        }
+    return found
+
+
+def _gradients(attend: Attend, inputs: list[Tensor], gradient: Tensor) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = attend(*leaves, None)
+    out.backward(gradient)
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def kernel_table(result: dict) -> str:
+    rows = [["kernel", "forward ms", "TFLOP/s", "with backward ms", "TFLOP/s", "error out", "error dq dk dv, most"]]
+    for name, found in result["kernels"].items():
+        cells = []
+        for part in ("forward", "both"):
+            if "failed" in found[part]:
+                cells += [found[part]["failed"], "-"]
+            else:
+                cells += [f"{found[part]['seconds']['median'] * 1e3:.3f}", f"{found[part]['tflops']:.4g}"]
+        errors = found["parity"].values()
+        worst = max(error[key] for error in errors for key in ("dq", "dk", "dv"))
+        rows.append([name, *cells, f"{max(error['out'] for error in errors):.2e}", f"{worst:.2e}"])
+    ceiling = result["ceilings"]["matmul_tflops"]
+    return f"{report.table(rows)}\na large matrix product here: {ceiling:.4g} TFLOP/s"

@@ -1,0 +1,122 @@
+"""`rtcwm bench`: its four commands and their flags. The work is done by modules that are imported when a command runs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rtcwm.errors import UserError
+
+SIDES = ("plain", "ours")
+Attn = Literal["auto", "sdpa", "cudnn", "fa4", "fa3", "fa2", "flex"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is measured: a base of random weights, and the size of its input.
+
+    Args:
+        out: JSON file to write.
+        base: config .json of a base, 'embedded' for the embedded base's, default: the released 33.1B; its weights are
+            random.
+        layers: use only so many blocks of the base; the report says so.
+        height: of the picture, pixels.
+        width: of the picture, pixels.
+        text_rows: rows of text.
+        rank: of the adapters; default: 128, or a quarter of a narrower base's width.
+        attn: attention kernel of our side.
+        seed: of everything random.
+        steps: repetitions that are timed.
+        warmup: repetitions before them.
+    """
+
+    out: Path | None = None
+    base: str | None = None
+    layers: int | None = None
+    height: int = 768
+    width: int = 1344
+    text_rows: int = 400
+    rank: int | None = None
+    attn: Attn = "auto"
+    seed: int = 0
+    steps: int = 5
+    warmup: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "text_rows", "rank", "steps"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"--{name.replace('_', '-')} {value}: expected at least 1")
+        require(self.warmup >= 0, f"--warmup {self.warmup}: expected 0 or more")
+        if self.out is not None:
+            require(self.out.suffix == ".json", f"--out {self.out}: expected the name of a .json file")
+            require(self.out.parent.is_dir(), f"--out {self.out}: there is no folder {self.out.parent}; make it first")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoSides(Settings):
+    """A measurement of both sides.
+
+    Args:
+        sides: plain (the obvious loop), ours, or both: plain,ours.
+        profile: text file for the kernels of one more step of each side, summed by class and by name.
+    """
+
+    sides: str = "plain,ours"
+    profile: Path | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = self.sides.split(",")
+        known = set(given) <= set(SIDES) and len(set(given)) == len(given)
+        require(known, f"--sides {self.sides}: expected plain, ours, or plain,ours")
+        if self.profile is not None:
+            folder = self.profile.parent
+            require(folder.is_dir(), f"--profile {self.profile}: there is no folder {folder}; make it first")
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The sides to run; the plain one first, whose memory is known to be given back."""
+        return tuple(side for side in SIDES if side in self.sides.split(","))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBench(TwoSides):
+    """A step of diffusion forcing.
+
+    Args:
+        batch: spans of a step.
+        base_config: DeepSpeed JSON of the base engine, as in training.
+        adapter_config: DeepSpeed JSON of the adapter engine, as in training.
+        cap_gib: most memory that our side's allocator may take of the card, GiB.
+    """
+
+    batch: int = 1
+    base_config: str | None = None
+    adapter_config: str | None = None
+    cap_gib: float | None = None
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises `UserError` with the message unless the condition holds."""
+    if not condition:
+        raise UserError(message)
+
+
+def bench_attention(**settings) -> None:
+    """Attention of a span: every kernel's speed at full size, and its error against the boolean mask at a small one."""
+    from rtcwm.bench import attention
+
+    attention.bench(Settings(**settings))
+
+
+def bench_train(**settings) -> None:
+    """One step of diffusion forcing: the obvious loop and ours, in one process, on the same data and noise."""
+    from rtcwm.bench import train
+
+    train.bench(TrainBench(**settings))
+
+
+BENCH = {
+    "_help": "Measure attention, training, distillation and streams; in two of them against the obvious loop.",
+    "attention": bench_attention,
+    "train": bench_train,
+}

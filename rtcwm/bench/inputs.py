@@ -1,0 +1,141 @@
+"""What a benchmark runs on, made on the spot: the config of a base, clips of noise, and their sizes.
+
+The numbers mean nothing; their shapes, types and files are those of real ones, so the real programs take them.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rtcwm.bench.command import Settings
+from rtcwm.bench.work import Sizes
+from rtcwm.data.clips import Start, write_clip
+from rtcwm.data.world import proxy_size
+from rtcwm.errors import UserError
+from rtcwm.model.layout import (
+    CHUNK_LATENTS,
+    LATENT_CHANNELS,
+    SPAN_CHUNKS,
+    TEXT_TAG,
+    Geometry,
+    audio_latents,
+    frames_of,
+)
+from rtcwm.model.loading import EMBEDDED, read_config
+from rtcwm.model.packing import Layout, stream_layout
+from rtcwm.train.preflight import DEFAULT_RANK
+
+CODEC = {"name": "noise", "hash": "0" * 32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One size to measure.
+
+    Attributes:
+        config: of the base, with the blocks that are used; whole_layers: blocks of the base as it is described.
+        rank: of the adapters; layout: of one six-chunk span.
+    """
+
+    config: dict
+    whole_layers: int
+    described: str
+    geometry: Geometry
+    text_rows: int
+    rank: int
+    layout: Layout
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Case":
+        """Raises UserError for a base that is not there, more blocks than it has, or sizes that cannot be packed."""
+        described, config = base_config(settings.base)
+        whole = config["num_layers"]
+        layers = settings.layers or whole
+        if layers > whole:
+            raise UserError(f"--layers {layers}: the base has {whole} blocks")
+        proxy = proxy_size(settings.height, settings.width)
+        geometry = Geometry.from_pixels(settings.height, settings.width, *proxy)
+        picture = (geometry.height, geometry.width)
+        audio = audio_latents(frames_of(SPAN_CHUNKS * CHUNK_LATENTS))
+        layout = stream_layout(geometry, picture, SPAN_CHUNKS, (TEXT_TAG,) * settings.text_rows, audio)
+        rank = settings.rank or min(DEFAULT_RANK, config["hidden_size"] // 4)
+        return cls(
+            config | {"num_layers": layers}, whole, described, geometry, settings.text_rows, rank, layout
+        )  # fmt: skip
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes.of(self.config, self.rank)
+
+    def as_dict(self) -> dict:
+        """What the report says of the case."""
+        return {
+            "base": self.described, "layers": self.config["num_layers"], "whole_layers": self.whole_layers,
+            "height": self.geometry.height * 16, "width": self.geometry.width * 16, "text_rows": self.text_rows,
+            "rank": self.rank, "adapter_parameters": self.sizes.adapter, "rows": self.layout.rows,
+            "static_rows": self.layout.static,
+        }  # fmt: skip
+
+    def line(self) -> str:
+        """The case in words."""
+        layers = self.config["num_layers"]
+        part = "" if layers == self.whole_layers else f"; ONLY {layers} of {self.whole_layers} blocks are used"
+        told = self.as_dict()
+        return (
+            f"{self.described}, random weights, {layers} blocks{part}; {told['width']}x{told['height']}, "
+            f"{self.text_rows} text rows, {self.layout.rows:,} rows a span; rank {self.rank} "
+            f"({self.sizes.adapter:,} parameters)"
+        )
+
+
+def base_config(base: str | None) -> tuple[str, dict]:
+    """What a base is called, and its config with defaults filled in."""
+    if base is None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "config.json"
+            path.write_text("{}")
+            return "MiniMax-H3 (33.1B)", read_config(path)
+    if base == "embedded":
+        return "embedded base", read_config(EMBEDDED / "embedded_base" / "config.json")
+    path = Path(base)
+    if path.suffix != ".json":
+        raise UserError(f"--base {base}: expected a config .json or 'embedded'; weights are random in a benchmark")
+    return path.name, read_config(path)
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files of a case on disk: the base's config, and a folder that holds one clip."""
+
+    base: Path
+    clips: Path
+    run: Path
+
+
+@contextmanager
+def files(case: Case, chunks: int, seed: int) -> Iterator[Files]:
+    """The case as files in a temporary folder: a base config and a clip of so many chunks with one start frame."""
+    with tempfile.TemporaryDirectory(prefix="rtcwm-bench-") as folder:
+        root = Path(folder)
+        (root / "base.json").write_text(json.dumps(case.config))
+        draw = torch.Generator().manual_seed(seed)
+        geometry, latents = case.geometry, chunks * CHUNK_LATENTS
+
+        def noise(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=draw)
+
+        start = Start(
+            picture1=noise(LATENT_CHANNELS, 1, geometry.height, geometry.width),
+            text=noise(case.text_rows, case.config["text_dim"]),
+            text_tags=torch.full((case.text_rows,), TEXT_TAG),
+            caption="noise",
+        )
+        video = noise(LATENT_CHANNELS, latents, geometry.height, geometry.width)
+        proxy = noise(LATENT_CHANNELS, latents, geometry.proxy_height, geometry.proxy_width)
+        write_clip(root / "clips", "noise", video, proxy, {0: start}, "noise", CODEC)
+        yield Files(root / "base.json", root / "clips", root / "run")

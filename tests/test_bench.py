@@ -1,0 +1,194 @@
+"""`rtcwm bench` through its command line, and its formulas against the known figures of the released model."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+from launch import BIN, environment
+from ranks import CONTEXT
+from small import CONFIG
+
+from rtcwm.bench import measure, profile, work
+from rtcwm.bench.work import Sizes, Work, span_pairs
+from rtcwm.engine.settings import POLICIES
+from rtcwm.model.kernels import KERNELS
+from rtcwm.model.layout import RELEASED, Geometry
+from rtcwm.model.loading import read_config
+from rtcwm.model.masks import RULES, boolean_mask
+from rtcwm.model.packing import stream_layout
+
+SMALL = {"height": 64, "width": 96, "text-rows": 5, "layers": 2, "steps": 2, "warmup": 1}
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory) -> Sizes:
+    path = tmp_path_factory.mktemp("released") / "config.json"
+    path.write_text("{}")
+    return Sizes.of(read_config(path), rank=128)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("bench") / "base.json"
+    path.write_text(json.dumps(CONFIG | {"num_layers": 3}))
+    return path
+
+
+def _call(words: list[str], log: Path) -> None:
+    """Runs the command line in this process, its output into a file; leaves with its exit code."""
+    from rtcwm.cli import main
+
+    own = environment()
+    os.environ.clear()
+    os.environ.update(own)
+    torch.set_num_threads(1)
+    sys.argv = ["rtcwm", "bench", *words]
+    with log.open("w") as text, redirect_stdout(text), redirect_stderr(text):
+        main()
+
+
+def bench(command: str, base: Path, out: Path, **flags: object) -> tuple[dict, str]:
+    """The command in a process of its own (forked from one that has imported the packages): its JSON and its output."""
+    given = SMALL | {"base": base, "out": out} | flags
+    words = [command, *(word for name, value in given.items() for word in (f"--{name}", str(value)))]
+    log = out.with_suffix(".log")
+    process = CONTEXT.Process(target=_call, args=(words, log))
+    process.start()
+    process.join(120)
+    process.kill()
+    assert process.exitcode == 0, log.read_text()
+    return json.loads(out.read_text()), log.read_text()
+
+
+def test_work_of_the_released_step(released):
+    """At 33,248 rows without proxies: 1.28 PFLOP a linear pass, 0.91 an attention pass, 5.75 needed, 7.9 recomputed."""
+    rows, static, chunk = 33_248, 3_008, 5_040
+    pairs = static**2 + sum(chunk * (static + k * chunk) for k in range(1, 7))
+    assert 0.565 < pairs / rows**2 < 0.575
+    once, needed = released.forward(rows, pairs), released.trained(rows, pairs)
+    assert round(once.linear / 1e15, 2) == 1.28 and round(once.attention / 1e15, 2) == 0.91
+    assert round((needed.linear + needed.attention) / 1e15, 2) in (5.74, 5.75)
+    assert released.adapter == 596_377_600
+    assert needed.adapter == 6 * rows * 596_377_600
+    recomputed = released.trained(rows, pairs, "recompute")
+    assert recomputed == needed + once
+    assert released.trained(rows, pairs, "selective") == needed + Work(once.linear, 0.0, once.adapter)
+    assert released.trained(rows, pairs, "none") == needed
+
+
+def test_every_activation_policy_has_its_work():
+    assert set(POLICIES) <= set(work.RECOMPUTED)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_pairs_are_those_of_the_mask(rule):
+    layout = stream_layout(Geometry(4, 6, 2, 3), (4, 6), 7, (1,) * 5, 3)
+    assert span_pairs(layout, rule) == int(boolean_mask(layout, rule).sum())
+
+
+def test_rows_of_the_default_case():
+    assert stream_layout(RELEASED, (48, 84), 6, (1,) * 400, 170).rows == 33_968
+
+
+def test_attention(base, tmp_path):
+    """The installed command, as a user starts it."""
+    out = tmp_path / "attention.json"
+    flags = SMALL | {"base": base, "out": out}
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    done = subprocess.run(
+        [str(BIN / "rtcwm"), "bench", "attention", *words], capture_output=True, text=True, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert set(found["kernels"]) == {"sdpa", "flex"}
+    for name in set(KERNELS) - {"sdpa", "flex"}:
+        assert f"{name} is left out" in done.stdout
+    layout = stream_layout(Geometry(4, 6, 1, 2), (4, 6), 6, (1,) * 5, 170)
+    pairs = int(boolean_mask(layout, "E").sum())
+    assert found["case"]["rows"] == layout.rows and found["case"]["pairs"] == pairs
+    for kernel in found["kernels"].values():
+        for part, products in (("forward", 2), ("both", 7)):
+            flop = products * 2 * pairs * CONFIG["num_attention_heads"] * CONFIG["attention_head_dim"]
+            rate = flop / kernel[part]["seconds"]["median"] / 1e12
+            assert kernel[part]["tflops"] == pytest.approx(rate)
+        assert set(kernel["parity"]) == set(RULES)
+        assert all(0 < error < 1e-5 for errors in kernel["parity"].values() for error in errors.values())
+
+
+def test_train_takes_the_same_steps_on_both_sides(base, tmp_path):
+    found, text = bench("train", base, tmp_path / "train.json", profile=tmp_path / "kernels.txt")
+    assert "ONLY 2 of 3 blocks are used" in text and found["case"]["whole_layers"] == 3
+    sides, sizes = found["sides"], Sizes.of(CONFIG, rank=12)
+    assert list(sides) == ["plain", "ours"] and sizes.layers == 2
+    for key in ("loss", "grad_norm"):
+        losses = [sides[name]["numbers"][key] for name in sides]
+        assert len(losses[0]) == SMALL["steps"] + SMALL["warmup"]
+        assert losses[0] == pytest.approx(losses[1], rel=2e-5)
+        assert found["difference"][key]["most"] < 2e-5
+    assert len(set(sides["ours"]["numbers"]["loss"])) == 3, "every step has noise of its own"
+    rows, pairs = found["case"]["rows"], found["case"]["pairs"]
+    for side in sides.values():
+        assert side["needed_flop"] == sizes.trained(rows, pairs).total
+        assert side["done_flop"] == sizes.trained(rows, pairs, "recompute").total
+        rate = found["ceilings"]["matmul_tflops"]
+        share = side["needed_flop"] / (side["seconds"]["median"] * rate * 1e12)
+        assert side["share"]["matmul_tflops"]["needed"] == pytest.approx(share)
+        assert side["peak"]["allocated_gib"] is None and side["peak"]["host_gib"] > 0.1
+        kernels = side["kernels"]
+        assert sum(kernels["by_class"].values()) == pytest.approx(kernels["wall"], rel=0.02)
+        assert kernels["by_class"]["attention backward"] > 0 and kernels["by_class"]["matmul"] > 0
+    ratio = sides["ours"]["seconds"]["median"] / sides["plain"]["seconds"]["median"]
+    assert found["ratio"] == pytest.approx(ratio)
+    assert "ours, one step" in text and "aten::mm" in (tmp_path / "kernels.txt").read_text()
+
+
+def test_kernels_are_told_apart():
+    """Names that torch 2.11, cuDNN, FlashAttention and NCCL give their kernels on Hopper."""
+    names = {
+        "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT": "matmul",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_cublas": "matmul",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x128_4x1x1": "attention forward",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_128x64x128": "attention backward",
+        "kernel_cutlass_kernel_flash_attncuteflash_fwdFlashAttentionForwardSm90_object_at__tensor": "attention forward",
+        "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90": "attention backward",
+        "void flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits>": "attention backward",
+        "triton_red_fused_add_mul_rsqrt_0": "compiled glue",
+        "Memcpy HtoD (Pinned -> Device)": "copies",
+        "void at::native::(anonymous namespace)::CatArrayBatchedCopy<...>": "copies",
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "NCCL",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<...>": "optimizer",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::silu_kernel>": "elementwise",
+    }
+    assert {name: profile.classify(name) for name in names} == names
+
+
+def test_seconds_covered_by_overlapping_kernels():
+    assert measure.Seconds((3.0, 1.0, 2.0)).median == 2.0
+    assert profile.covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.6)]) == 4.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"layers": 9}, "--layers 9: the base has 3 blocks"),
+        ({"sides": "ours,theirs"}, "--sides ours,theirs: expected plain, ours, or plain,ours"),
+        ({"base": "weights.safetensors"}, "expected a config .json or 'embedded'"),
+        ({"out": "result.txt"}, "expected the name of a .json file"),
+        ({"height": 65}, "height and width must be multiples of 32"),
+    ],
+)
+def test_bad_flags_are_told(base, tmp_path, flags, told):
+    from rtcwm.bench.command import TrainBench
+    from rtcwm.bench.inputs import Case
+    from rtcwm.errors import UserError
+
+    given = {name.replace("-", "_"): value for name, value in (SMALL | {"base": str(base)} | flags).items()}
+    if "out" in given:
+        given["out"] = Path(given["out"])
+    with pytest.raises(UserError, match=told):
+        Case.of(TrainBench(**given))
