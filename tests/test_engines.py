@@ -1,6 +1,7 @@
 """The engines on real ranks against training of the same adapter in plain torch, in one process."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from small import CONFIG, random_window
 from rtcwm.engine.adapter import AdapterEngine
 from rtcwm.engine.base import BaseEngine
 from rtcwm.engine.checkpoint import Checkpoints
+from rtcwm.engine.copies import PAGE_BYTES
 from rtcwm.engine.settings import read_adapter_settings, read_base_settings
 from rtcwm.model.attention import Masked, install, make_attend, resolve
 from rtcwm.model.blocks import predict_velocity
@@ -245,35 +247,37 @@ def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_all(tmp_path):
 
 
 def park(world, base_settings, adapter_settings) -> tuple:
-    """Two updates with the moments parked in between, and the same without; what a checkpoint sees of each."""
+    """Three updates, with the moments kept, parked by hand in between, or parked by the engine but for its steps."""
     _config()
-    states, aliased = [], []
-    for parks in (False, True):
-        engine = AdapterEngine(world, new_adapter(), adapter_settings)
-        engine.park()  # nothing to park yet
-        engine.unpark()
-        for factor in (1.0, 3.0):
-            if parks:
-                engine.park()
+    states, steps, held = [], [], []
+    for way in ("kept", "by hand", "by setting"):
+        engine = AdapterEngine(world, new_adapter(), replace(adapter_settings, park_moments=way == "by setting"))
+        moments = engine.engine.optimizer.optimizer.state
+        for factor in (1.0, 3.0, 2.0):
+            if way == "by hand":
+                engine.park()  # nothing to park before the first update
                 mappings = [p._hp_mapping for p in engine.adapter.parameters() if p._hp_mapping is not None]
-                assert all(mapping.optim_fragment is None for mapping in mappings[: 0 if factor == 1.0 else None])
-                # On a GPU parking replaces the tensors by copies on the host; on the CPU DeepSpeed keeps them, so copy.
-                for state in engine.engine.optimizer.optimizer.state.values():
-                    state.update({key: value.clone() for key, value in state.items()})
-                engine.unpark()
+                assert factor == 1.0 or all(mapping.optim_fragment is None for mapping in mappings)
+            if way != "kept":
+                assert all(state["exp_avg"] is None and state["exp_avg_sq"] is None for state in moments.values())
             engine.backward(
                 factor * sum(pair.up.square().sum() + pair.down.square().sum() for pair in engine.adapter.pairs())
             )
             engine.step(LR)
         states.append(engine.state_dict())
-        steps = {float(state["step"]) for state in engine.engine.optimizer.optimizer.state.values()}
-        aliased.append(steps == {2.0})
-    return states, aliased
+        steps += [float(state["step"]) for state in moments.values()]
+        held.append(engine._host.bytes)
+    return states, steps, held
 
 
 def test_parked_moments_come_back_and_checkpoints_see_them(tmp_path):
-    (kept, parked), aliased = run_ranks(2, park, *configs(tmp_path))[0]
-    assert aliased == [True, True]
-    assert kept.keys() == parked.keys() and len(kept) > 10
-    for name, value in kept.items():
-        assert torch.equal(value, parked[name]), name
+    states, steps, held = run_ranks(2, park, *configs(tmp_path))[0]
+    assert set(steps) == {3.0}
+    # Two moments of half an adapter, a page each, and the same pages at every step.
+    assert held == [0, 2 * PAGE_BYTES, 2 * PAGE_BYTES]
+    kept, *others = states
+    assert len(kept) > 10
+    for other in others:
+        assert kept.keys() == other.keys()
+        for name, value in kept.items():
+            assert torch.equal(value, other[name]), name

@@ -4,15 +4,20 @@ Adapter weights are fp32 and whole on every rank (the base's hooks read them); Z
 moments over all ranks. Student and critic are separate engines: two parameter groups in one engine would decay and move
 the other adapter at every step.
 
+A card holds of an adapter with n weights, on N ranks: 4n bytes of weights, 4n of gradients (in ZeRO-2 4n / N once they
+are averaged), and 8n / N of moments, which may stay in host memory but for the optimizer's step: both ways they take
+less time than a step on the CPU takes to read and write everything, by the ratio of the memories' speeds.
+
 The state of an engine is what a step needs, independent of the number of ranks: whole weights, both moments and the
 optimizer's step count. It is read and written through DeepSpeed's tensor fragment functions.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import deepspeed
 import torch
-from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -20,6 +25,7 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 
+from rtcwm.engine.copies import HostMemory, Stored
 from rtcwm.engine.settings import AdapterSettings
 from rtcwm.engine.world import World
 from rtcwm.model.lora import Adapter
@@ -55,10 +61,13 @@ class AdapterEngine:
         self.world = world
         self.accumulation = settings.accumulation
         self.adapter = adapter.to(world.device)
+        self.park_moments = settings.park_moments
         self.engine = deepspeed.initialize(model=self.adapter, config=settings.deepspeed)[0]
+        self._share_weights()
+        self._host = HostMemory(pinned=world.device.type != "cpu")
+        self._parked: list[tuple[dict, str, Stored]] = []
         self._micro_steps = 0
         self.updates = 0
-        self._parked = False
 
     def backward(self, loss: torch.Tensor) -> None:
         """Adds this micro-step's gradient, a mean over ranks and micro-steps. loss: a scalar with a graph.
@@ -78,44 +87,63 @@ class AdapterEngine:
             raise RuntimeError(f"step after {self._micro_steps} of {self.accumulation} micro-steps")
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
+        self.unpark()
         self.engine.step()
         self._micro_steps = 0
         skipped = bool(self.engine.optimizer.overflow)
         self.updates += not skipped
+        if self.park_moments:
+            self.park()
         return Update(float("inf") if skipped else float(self.engine.get_global_grad_norm()), skipped)
 
     def park(self) -> None:
-        """Moves the optimizer's moments to host memory, through DeepSpeed's own state offload, until `unpark`. There are
-        none before the first update.
+        """Moves the optimizer's moments to host memory, page-locked on GPUs and kept for the next time, until `unpark`.
+        There are none before the first update.
 
-        DeepSpeed replaces the moments' tensors in both directions but not the fragments through which a checkpoint
-        reads them: those would keep the device memory, and later save the moments of the first update. So the fragments
-        are let go here and linked anew in `unpark`.
+        The fragments through which a checkpoint reads the moments would keep the device memory, and later save the
+        moments of the first update. So they are let go here and linked anew in `unpark`.
         """
-        if self.updates and not self._parked:
-            for parameter in self.adapter.parameters():
-                if parameter._hp_mapping is not None:
-                    parameter._hp_mapping.optim_fragment = None
-            self.engine.offload_states(include=[OffloadStateTypeEnum.optim_states], pin_memory=False)
-            self._parked = True
+        if not self.updates or self._parked:
+            return
+        for parameter in self.adapter.parameters():
+            if parameter._hp_mapping is not None:
+                parameter._hp_mapping.optim_fragment = None
+        for state in self.engine.optimizer.optimizer.state.values():
+            for key in MOMENTS:
+                # On the compute stream: nothing waits, and the memory is handed on in order.
+                self._parked.append((state, key, Stored(self._host, state[key])))
+                state[key] = None
 
     def unpark(self) -> None:
-        """Brings parked moments back; to be called before ``step`` and ``state_dict``."""
-        if self._parked:
-            self.engine.reload_states()
-            self._link_moments()
-            self._parked = False
+        """Brings parked moments back; ``step`` and ``state_dict`` do so themselves."""
+        if not self._parked:
+            return
+        for state, key, stored in self._parked:
+            state[key] = torch.empty(stored.shape, dtype=stored.dtype, device=stored.device)
+            stored.load(state[key])
+        self._parked = []
+        self._link_moments()
+
+    @contextmanager
+    def _with_moments(self) -> Iterator[None]:
+        """What is inside finds the moments on the device; they are parked again afterwards, where they were."""
+        parked = bool(self._parked)
+        self.unpark()
+        yield
+        if parked:
+            self.park()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Weights and moments, fp32, whole, on the CPU of rank 0 (empty elsewhere), and the count of updates; a
-        collective. Not while the moments are parked."""
+        collective."""
         state = {}
-        for name, parameter in self.adapter.named_parameters():
-            values = {name: safe_get_full_fp32_param(parameter)}
-            if self.updates:
-                values |= {f"{name}.{key}": safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
-            if self.world.is_main:
-                state |= {key: value.cpu() for key, value in values.items()}
+        with self._with_moments():
+            for name, parameter in self.adapter.named_parameters():
+                values = {name: safe_get_full_fp32_param(parameter)}
+                if self.updates:
+                    values |= {f"{name}.{key}": safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
+                if self.world.is_main:
+                    state |= {key: value.cpu() for key, value in values.items()}
         if self.world.is_main:
             state["updates"] = torch.tensor(self.updates)
         return state
@@ -123,6 +151,7 @@ class AdapterEngine:
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Restores what ``state_dict`` gave on rank 0 (other ranks pass anything), on any number of ranks; a
         collective."""
+        self.unpark()
         self.updates = self.world.on_main(lambda: int(state["updates"]))
         if self.updates:
             self._make_moments()
@@ -134,6 +163,19 @@ class AdapterEngine:
                 for key in MOMENTS:
                     value = self._broadcast(state, f"{name}.{key}", parameter)
                     safe_set_full_optimizer_state(parameter, value, key)
+        if self.park_moments:
+            self.park()
+
+    def _share_weights(self) -> None:
+        """Lets the optimizer update this rank's part of the weights in place. DeepSpeed keeps a copy of it for weights in
+        half precision; ours are fp32, and the copy would be the same numbers twice."""
+        zero = self.engine.optimizer
+        rank = torch.distributed.get_rank()
+        for master, parts in zip(
+            zero.single_partition_of_fp32_groups, zero.parallel_partitioned_bit16_groups, strict=True
+        ):
+            master.data = parts[rank]
+        zero._link_all_hp_params()
 
     def _broadcast(self, state: dict[str, torch.Tensor], name: str, like: torch.Tensor) -> torch.Tensor:
         value = state[name].to(like.device) if self.world.is_main else torch.empty_like(like)

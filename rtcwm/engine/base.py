@@ -1,9 +1,9 @@
 """The frozen base under ZeRO-3, without an optimizer, on which every adapter runs.
 
 DeepSpeed's hooks gather a block's weights before its use, in forward, recompute and backward, and release them after.
-The ranks that share one copy form a shard group: 1 rank (no gathers at all), a part of a node, or a node. Blocks are
-called as submodules, so DeepSpeed's trace of whole forwards stays asleep; with many different passes it would only
-invalidate itself.
+The ranks that share one copy form a shard group: 1 rank (no gathers at all), a part of a node, or a node. Each rank's
+part is on its card or in host memory. Blocks are called as submodules, so DeepSpeed's trace of whole forwards stays
+asleep; with many different passes it would only invalidate itself. The next block is brought by a `Carrier` instead.
 """
 
 import hashlib
@@ -15,7 +15,10 @@ from deepspeed import comm
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
-from rtcwm.engine.activations import Activations
+from rtcwm.engine import carrier
+from rtcwm.engine.activations import Activations, InputCopies
+from rtcwm.engine.copies import HostMemory, as_bytes
+from rtcwm.engine.memory import limit_memory
 from rtcwm.engine.settings import BaseSettings
 from rtcwm.engine.world import World
 from rtcwm.errors import UserError
@@ -32,6 +35,7 @@ class BaseEngine:
         model: `MiniMaxH3Transformer3DModel`; call its submodules, never its forward.
         slot: what the adapter hooks read.
         activations: runs blocks, see `Activations`.
+        carrier: brings blocks ahead of their use; None where they are whole on the card, or prefetch is off.
         shard_group: ranks that share one copy.
     """
 
@@ -39,17 +43,27 @@ class BaseEngine:
         self.world = world
         self.source = source
         self.shard_group = shard_group_size(world, settings)
+        limit_memory(world, settings.memory_limit_gib)
         group, reads = self._make_groups()
         config = settings.deepspeed
+        on_card = world.device.type != "cpu"
+        self._host = HostMemory(pinned=on_card and settings.pin_base)
 
         def partition(unit: nn.Module) -> None:
             deepspeed.zero.Init(module=unit, data_parallel_group=group, config_dict_or_path=config)
+            if self._host.pinned:
+                self._lock(unit)
 
         dtype = torch.float32 if world.device.type == "cpu" else torch.bfloat16
         self.model = build_base(source, world.device, dtype, reads=reads, place=partition)
         self.engine = deepspeed.initialize(model=self.model, config=config)[0]
         self.slot = inject(self.model)
-        self.activations = Activations(settings.activations, self.slot)
+        self.carrier = self._make_carrier(settings)
+        copies = None
+        if settings.activations.cpu_checkpointing:
+            copies = InputCopies(world.device, HostMemory(pinned=on_card and settings.activations.pin_memory))
+        blocks = self.model.transformer_blocks
+        self.activations = Activations(settings.activations, self.slot, copies, self.carrier, blocks)
 
     def _make_groups(self) -> tuple[object, bool]:
         """The process group of this rank's shard group, and whether this rank is its first."""
@@ -61,6 +75,31 @@ class BaseEngine:
                 mine = group
         comm.all_reduce(torch.zeros(1, device=self.world.device), group=mine)  # makes its communicator now
         return mine, self.world.rank % self.shard_group == 0
+
+    def _make_carrier(self, settings: BaseSettings) -> carrier.Carrier | None:
+        if not settings.prefetch or (self.shard_group == 1 and not settings.offload):
+            return None
+        if not carrier.usable():
+            first, after = (".".join(map(str, version)) for version in carrier.TESTED)
+            self.world.print(
+                f"no prefetch of the base: DeepSpeed {deepspeed.__version__} is not between {first} and {after}; its own "
+                "gathers are used, which computation waits for"
+            )
+            return None
+        return carrier.Carrier(list(self.model.transformer_blocks), self.world.device, settings.device_blocks)
+
+    def _lock(self, unit: nn.Module) -> None:
+        """Moves a unit's partitioned weights into page-locked memory."""
+        for parameter in unit.parameters():
+            shard = parameter.ds_tensor
+            locked = self._host.carve(shard.numel() * shard.element_size())
+            locked.copy_(as_bytes(shard))
+            shard.data = locked.view(shard.dtype)
+
+    def close(self) -> None:
+        """Lets page-locked memory and the carrier's buffers go; the base is of no use after."""
+        self.activations.close()
+        self._host.close()
 
     def finish_backward(self) -> None:
         """To be called after every backward pass: releases weights whose own hook did not fire."""
@@ -93,9 +132,10 @@ def shard_group_size(world: World, settings: BaseSettings) -> int:
             f"shard_group {size} does not divide the {world.local_size} ranks of a node ({world.size} in all); "
             f"set it in --base-config to a divisor of {world.local_size}, or to 0 for all ranks of a node"
         )
-    if settings.activations.policy == "none" and size > 1:
+    if settings.activations.keeps_blocks and size > 1:
+        key = "policy 'none'" if settings.activations.policy == "none" else "keep_blocks"
         raise UserError(
-            "activation_checkpointing.policy 'none' needs shard_group 1: blocks that are not recomputed keep their "
+            f"activation_checkpointing.{key} needs shard_group 1: blocks that are not recomputed keep their "
             f"gathered weights until the backward pass, and here {size} ranks share the base"
         )
     return size

@@ -16,14 +16,16 @@ from pydantic import ValidationError
 
 from rtcwm.errors import UserError
 
-POLICIES = ("recompute", "none")
+POLICIES = ("recompute", "save_attention", "none")
 
 COMMON_KEYS = {
     "train_micro_batch_size_per_gpu", "zero_optimization", "steps_per_print", "wall_clock_breakdown", "memory_breakdown",
 }  # fmt: skip
-BASE_KEYS = COMMON_KEYS | {"activation_checkpointing", "shard_group"}
+BASE_KEYS = COMMON_KEYS | {
+    "activation_checkpointing", "shard_group", "prefetch", "device_blocks", "memory_limit_gib",
+}  # fmt: skip
 ADAPTER_KEYS = COMMON_KEYS | {
-    "gradient_accumulation_steps", "gradient_clipping", "optimizer", "zero_force_ds_cpu_optimizer",
+    "gradient_accumulation_steps", "gradient_clipping", "optimizer", "zero_force_ds_cpu_optimizer", "park_moments",
 }  # fmt: skip
 REFUSED = {
     "bf16": "the base's dtype follows the device (bf16 with its fp32 layers on GPUs, fp32 on the CPU)",
@@ -33,7 +35,7 @@ REFUSED = {
     "tensorboard": "a run writes its own events into --out",
     "train_batch_size": "it follows from the number of ranks and gradient_accumulation_steps",
 }
-ACTIVATION_KEYS = {"cpu_checkpointing", "policy", "pin_memory"}
+ACTIVATION_KEYS = {"cpu_checkpointing", "policy", "pin_memory", "keep_blocks"}
 ACTIVATION_REFUSED = (
     "partition_activations", "contiguous_memory_optimization", "number_checkpoints",
     "synchronize_checkpoint_boundary", "profile",
@@ -55,14 +57,23 @@ class ActivationSettings:
     """The ``activation_checkpointing`` section, which rtcwm applies itself (DeepSpeed parses it and applies nothing).
 
     Attributes:
-        policy: "recompute" every block in the backward pass, or "none" (keep all activations; unpartitioned base only).
+        policy: "recompute" every block in the backward pass; "save_attention": the same, but attention outputs are kept
+            and not computed again (H3 at 33,968 rows: 24 GB); "none": keep all activations (unpartitioned base only).
         cpu_checkpointing: keep block inputs in host memory between forward and backward.
-        pin_memory: page-locked host memory for them, on GPUs.
+        pin_memory: page-locked host memory for them, on GPUs; else their copies hold up the computation.
+        keep_blocks: so many of the last blocks are not recomputed (unpartitioned base only): memory left over bought
+            for speed. The last ones, because the backward pass frees theirs first.
     """
 
     policy: str = "recompute"
     cpu_checkpointing: bool = False
     pin_memory: bool = True
+    keep_blocks: int = 0
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether some blocks keep all their activations, and with them the weights that their backward pass reads."""
+        return self.policy == "none" or self.keep_blocks > 0
 
 
 @dataclass(frozen=True)
@@ -72,20 +83,35 @@ class BaseSettings:
     Attributes:
         deepspeed: what DeepSpeed gets.
         shard_group: ranks that share one copy of the base; 0 means all ranks of a node, 1 one copy a rank.
+        offload: each rank's part of the base is in host memory (``offload_param.device`` "cpu"); pin_base: page-locked.
+        prefetch: bring every block while the one before computes, see `carrier`; matters where ranks share the base or
+            it is in host memory.
+        device_blocks: blocks that the card then holds at once, from 2; more of them are moved less often.
+        memory_limit_gib: most that torch's allocator may take on a card, or None.
     """
 
     deepspeed: dict
     shard_group: int
     activations: ActivationSettings
+    offload: bool = False
+    pin_base: bool = False
+    prefetch: bool = True
+    device_blocks: int = 2
+    memory_limit_gib: float | None = None
 
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """An adapter engine's file: what DeepSpeed gets, but for the learning rate."""
+    """An adapter engine's file: what DeepSpeed gets, but for the learning rate.
+
+    Attributes:
+        park_moments: keep the optimizer's moments in host memory but for the optimizer's step.
+    """
 
     deepspeed: dict
     accumulation: int
     clipping: float
+    park_moments: bool = False
 
 
 def read_base_settings(path: Path) -> BaseSettings:
@@ -109,14 +135,25 @@ def read_base_settings(path: Path) -> BaseSettings:
         off = (-1, 0, 1) if key.endswith("_size") else (None, False)
         if zero.get(key, off[0]) not in off:
             raise UserError(f"{path}: zero_optimization.{key} is not used here: {reason}; remove it")
-    offload = zero.get("offload_param")
-    if isinstance(offload, dict) and offload.get("device", "cpu") not in ("none", "cpu"):
-        raise UserError(f"{path}: offload_param.device is {offload['device']!r}; 'cpu' or 'none' are known to work")
     _check_zero(path, zero)
+    offload, pin = _host_base(path, zero)
     group = config.pop("shard_group", 0)
     if not _whole(group) or group < 0:
         raise UserError(f"{path}: shard_group is {group!r}, expected a number of ranks (0: all ranks of a node)")
-    return BaseSettings(config, group, _activations(path, config))
+    prefetch = _flag(path, config, "prefetch", True)
+    blocks = config.pop("device_blocks", 2)
+    if not _whole(blocks) or blocks < 2:
+        raise UserError(f"{path}: device_blocks is {blocks!r}, expected 2 (one computes, one comes) or more")
+    limit = config.pop("memory_limit_gib", None)
+    if limit is not None and (not _number(limit) or limit <= 0):
+        raise UserError(f"{path}: memory_limit_gib is {limit!r}, expected GiB of device memory, or null for no limit")
+    activations = _activations(path, config)
+    if offload and activations.keeps_blocks:
+        raise UserError(
+            f"{path}: offload_param excludes activation_checkpointing.policy 'none' and keep_blocks: blocks that are not "
+            "recomputed keep their weights on the device until the backward pass"
+        )
+    return BaseSettings(config, group, activations, offload, pin, prefetch, blocks, limit)
 
 
 def read_adapter_settings(path: Path) -> AdapterSettings:
@@ -151,7 +188,7 @@ def read_adapter_settings(path: Path) -> AdapterSettings:
     clipping = config.setdefault("gradient_clipping", 1.0)
     if not _number(clipping) or clipping < 0:
         raise UserError(f"{path}: gradient_clipping is {clipping!r}, expected a norm, or 0 for none")
-    return AdapterSettings(config, accumulation, float(clipping))
+    return AdapterSettings(config, accumulation, float(clipping), _flag(path, config, "park_moments", False))
 
 
 def shipped_config(name: str) -> Path:
@@ -198,6 +235,28 @@ def _section(path: Path, config: dict, name: str) -> dict:
     return section
 
 
+def _host_base(path: Path, zero: dict) -> tuple[bool, bool]:
+    """Whether the base is in host memory, and whether that is page-locked. DeepSpeed is told not to lock it, because it
+    would round every tensor up to a power of two; `BaseEngine` does."""
+    section = zero.get("offload_param")
+    if not isinstance(section, dict):
+        return False, False
+    device = section.get("device", "none")
+    if device not in ("none", "cpu"):
+        raise UserError(f"{path}: offload_param.device is {device!r}; 'cpu' or 'none' are known to work")
+    pin = section.get("pin_memory", False)
+    section["pin_memory"] = False
+    return device == "cpu", device == "cpu" and pin
+
+
+def _flag(path: Path, config: dict, key: str, default: bool) -> bool:
+    """Takes an own key out of a config; raises `UserError` unless it is true or false."""
+    value = config.pop(key, default)
+    if not isinstance(value, bool):
+        raise UserError(f"{path}: {key} is {value!r}, expected true or false")
+    return value
+
+
 def _check_zero(path: Path, zero: dict) -> None:
     """DeepSpeed's own validation of the section, with the file's name in front."""
     try:
@@ -222,11 +281,16 @@ def _activations(path: Path, config: dict) -> ActivationSettings:
     for key in ("cpu_checkpointing", "pin_memory"):
         if not isinstance(section.get(key, True), bool):
             raise UserError(f"{path}: activation_checkpointing.{key} is {section[key]!r}, expected true or false")
+    keep = section.get("keep_blocks", 0)
+    if not _whole(keep) or keep < 0:
+        raise UserError(f"{path}: activation_checkpointing.keep_blocks is {keep!r}, expected a number of blocks")
     settings = ActivationSettings(**section)
     if settings.policy not in POLICIES:
         raise UserError(f"{path}: activation_checkpointing.policy is {settings.policy!r}, expected one of {POLICIES}")
     if settings.policy == "none" and settings.cpu_checkpointing:
         raise UserError(f"{path}: cpu_checkpointing keeps inputs of recomputed blocks; policy 'none' recomputes none")
+    if settings.policy == "none" and settings.keep_blocks:
+        raise UserError(f"{path}: policy 'none' keeps every block; remove keep_blocks, or choose another policy")
     return settings
 
 
