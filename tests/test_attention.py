@@ -121,6 +121,8 @@ def test_attend_gets_normed_unrotated_keys():
     seen = {}
 
     class Spy(Full):
+        takes_rotated = False
+
         def __call__(self, q, k, v, rotary):
             seen.setdefault("k", k)
             return super().__call__(q, k, v, rotary)

@@ -105,7 +105,12 @@ def test_queries_sit_in_the_last_slot(model):
 
     unrotated = []
     stream, proxies = opened(model, SamplerConfig(steps=1, history="clean"), 10, Kernel("recorded", record, ""))
-    handle = model.transformer_blocks[0].attn.norm_q.register_forward_hook(lambda *args: unrotated.append(args[2]))
+    attn = model.transformer_blocks[0].attn
+
+    def normed(module, args, qkv):
+        unrotated.append(attn.norm_q(qkv.chunk(3, dim=-1)[0].unflatten(-1, (attn.heads, -1))))
+
+    handle = attn.to_qkv.register_forward_hook(normed)
     for proxy in proxies:
         stream.next_chunk(proxy)
     handle.remove()

@@ -168,12 +168,12 @@ class CachedAttend(Attend):
         self.store = store
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        q = rotate(q, rotary)
+        q = rotate(q, rotary, self.kernel.compiled)
         out = []
         for call in self.calls:
             keys = [*(piece.keys[self.block] for piece in call.cached), *(k[:, rows] for rows in call.own)]
             values = [*(piece.values[self.block] for piece in call.cached), *(v[:, rows] for rows in call.own)]
-            keys_in_slots = rotate(torch.cat(keys, dim=1), call.rotary)
+            keys_in_slots = rotate(torch.cat(keys, dim=1), call.rotary, self.kernel.compiled)
             out.append(attention(self.kernel, q[:, call.rows], keys_in_slots, torch.cat(values, dim=1)))
         if self.store is not None:
             self.store.put(self.block, k, v)

@@ -20,7 +20,8 @@ class Kernel:
     """A dense kernel: its name, the plain differentiable call, and a line for people: which one, of what version, why.
 
     `forward` and `backward` are its two halves (`rtcwm.model.dense`). A kernel without them is run by the plain call,
-    and its outputs cannot be kept for a recompute.
+    and its outputs cannot be kept for a recompute. `compiled`: so is what lies between a block's matrix products
+    (`rtcwm.model.glue`).
     """
 
     name: str
@@ -28,6 +29,7 @@ class Kernel:
     why: str
     forward: Forward | None = None
     backward: Backward | None = None
+    compiled: bool = False
 
 
 KERNELS: dict[str, Callable[[torch.device], Dense]] = {

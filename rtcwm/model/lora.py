@@ -178,16 +178,18 @@ def gradients(
 
 
 class Later(torch.autograd.Function):
-    """Computes without a graph. The output's gradient goes to ``token``, whose node saved beforehand what it needs."""
+    """``(compute, *tokens) -> compute()``, without a graph. Its gradient goes to every token as it is; the node of a
+    token has saved beforehand what it needs."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, token: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    def forward(ctx: FunctionCtx, compute: Callable[[], Tensor], *tokens: Tensor) -> Tensor:
+        ctx.tokens = len(tokens)
         return compute()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(grad,) * ctx.tokens
 
 
 def token_like(x: Tensor, width: int) -> Tensor:
@@ -215,23 +217,33 @@ class _Kept(torch.autograd.Function):
         return dx, None, None, ddown, dup, None
 
 
-def adapted(x: Tensor, layer: Layer) -> Tensor:
-    """The layer's output ``[..., out]`` for x ``[..., in]``, with gradients of x and of the adapter.
+class Pending(NamedTuple):
+    """A tensor ``[n, width]`` that is still to be computed: the token of its graph (None without one), and how."""
+
+    token: Tensor | None
+    compute: Callable[[], Tensor]
+
+
+def pending(x: Tensor, layer: Layer) -> Pending:
+    """The layer's output for rows ``[n, in]``, with gradients of x and of the adapter.
 
     Raises RuntimeError where the base's weight wants a gradient: it gets none here.
     """
     if layer.weight.requires_grad:
         raise RuntimeError("the base's weights are frozen under an adapter, and this one asks for a gradient")
-    rows, plain = x.flatten(0, -2), x.detach().flatten(0, -2)
-    low = low_rank(plain, layer)
+    rows = x.detach()
+    low = low_rank(rows, layer)
 
     def compute() -> Tensor:
-        return product(plain, low, layer, plain.new_empty(plain.shape[0], layer.weight.shape[0]))
+        return product(rows, low, layer, rows.new_empty(rows.shape[0], layer.weight.shape[0]))
 
-    if torch.is_grad_enabled():
-        out = Later.apply(_Kept.apply(rows, low, *layer), compute)
-    else:
-        out = compute()
+    return Pending(_Kept.apply(x, low, *layer) if torch.is_grad_enabled() else None, compute)
+
+
+def adapted(x: Tensor, layer: Layer) -> Tensor:
+    """The layer's output ``[..., out]`` for x ``[..., in]``; see `pending`."""
+    token, compute = pending(x.flatten(0, -2), layer)
+    out = compute() if token is None else Later.apply(compute, token)
     return out.unflatten(0, x.shape[:-1])
 
 

@@ -104,7 +104,8 @@ class Recipe:
         """Stage 1; writes ``embedded_base/``."""
         config = self.config
         model = build_base(SeededSource(self.architecture, config.seed), self.device, torch.float32)
-        install(model, resolve("sdpa", self.device))  # of the text refiner, in fp32; the blocks are given the kernel
+        # The kernel of the text refiner, in fp32; the blocks are given theirs.
+        install(model, resolve("sdpa", self.device), frozen=False)
         model.requires_grad_(True)
         model.audio_proj_out.requires_grad_(False)  # nothing asks it: the loss is of video alone
         run = torch.compile(call) if config.compile else call
