@@ -190,6 +190,10 @@ class AdapterFile:
         if original and site == "ffn_in":
             up = swap_halves(up)
         if self.layout == "diffsynth" and site == "attn_qkv":
+            if up.shape[0] % (3 * head):
+                raise UserError(
+                    f"{self.path}: {held[0].up} has {up.shape[0]} rows, expected q, k and v of heads of width {head} in turn"
+                )
             up = stack_heads(up, head)
         return self.weights.tensor(held[0].down), up
 
