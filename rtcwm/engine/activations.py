@@ -139,17 +139,12 @@ class Activations:
         carrier: Carrier | None = None,
         blocks: Sequence[nn.Module] = (),
     ):
-        keep = settings.keep_blocks
-        if keep and keep >= len(blocks):
-            raise UserError(
-                f"activation_checkpointing.keep_blocks is {keep} and the base has {len(blocks)} blocks: set it lower, or "
-                "the policy to 'none', which recomputes no block"
-            )
+        settings.check_blocks(len(blocks))
         self.settings = settings
         self.slot = slot
         self.copies, self.carrier = copies, carrier
         self.attention_bytes = 0
-        self._whole = frozenset(list(blocks)[len(blocks) - keep :])
+        self._whole = frozenset(list(blocks)[len(blocks) - settings.keep_blocks :])
         self._reported = False
         # The output of the last block that was run with a graph, and what was kept of that block.
         self._last: tuple[weakref.ref, weakref.ref] | None = None
@@ -174,10 +169,7 @@ class Activations:
         parts = []
         if saves:
             if not self.attention_bytes:
-                raise UserError(
-                    "activation_checkpointing.policy 'save_attention' kept nothing: this attention kernel (flex) gives "
-                    "nothing to keep; choose another --attn, or the policy 'recompute'"
-                )
+                raise UserError("activation_checkpointing.policy 'save_attention' is on and no attention output was kept")
             parts.append(f"attention outputs: {self.attention_bytes:,} bytes kept from recompute in this step")
         if self.copies is not None:
             if not self.offloaded_bytes:

@@ -75,6 +75,14 @@ class ActivationSettings:
         """Whether some blocks keep all their activations, and with them the weights that their backward pass reads."""
         return self.policy == "none" or self.keep_blocks > 0
 
+    def check_blocks(self, blocks: int) -> None:
+        """Raises `UserError` where a base of this many blocks would have none left to recompute."""
+        if self.keep_blocks and self.keep_blocks >= blocks:
+            raise UserError(
+                f"activation_checkpointing.keep_blocks is {self.keep_blocks} and the base has {blocks} blocks: set it "
+                "lower, or the policy to 'none', which recomputes no block"
+            )
+
 
 @dataclass(frozen=True)
 class BaseSettings:

@@ -93,7 +93,14 @@ def check_settings(world: World, config: RunConfig) -> tuple[BaseSource, BaseSet
             config.val_clips <= most,
             f"--val-clips {config.val_clips} would hold out every one of the {EMBEDDED_CLIPS} embedded clips: at most {most}",
         )
-    return source, settings, resolve(config.attn, world.device)
+    settings.activations.check_blocks(source.config["num_layers"])
+    kernel = resolve(config.attn, world.device)
+    require(
+        settings.activations.policy != "save_attention" or kernel.forward is not None,
+        f"{file}: activation_checkpointing.policy 'save_attention' cannot keep outputs of --attn {kernel.name}, which "
+        "gives no logsumexp: choose another kernel, or the policy 'recompute'",
+    )
+    return source, settings, kernel
 
 
 def adapter_settings(config: str | None) -> AdapterSettings:
