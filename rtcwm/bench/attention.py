@@ -13,19 +13,13 @@ from rtcwm.bench.inputs import Case
 from rtcwm.bench.work import span_pairs
 from rtcwm.engine.world import program
 from rtcwm.errors import UserError
-from rtcwm.model.attention import Attend, Masked, make_attend
+from rtcwm.model.attention import make_attend
 from rtcwm.model.kernels import KERNELS, Kernel, resolve
-from rtcwm.model.layout import SPAN_CHUNKS, TEXT_TAG, Geometry
-from rtcwm.model.masks import RULES, boolean_mask
-from rtcwm.model.packing import stream_layout
+from rtcwm.model.masks import RULES
+from rtcwm.model.parity import parity
 
 BACKWARD = 2.5
 """Work of attention's backward pass over its forward pass: five products for two."""
-
-SMALL = Geometry(4, 8, 2, 4)
-"""Size at which kernels are held against the mask."""
-
-HEADS = 4
 
 
 def bench(settings: Settings) -> None:
@@ -43,9 +37,8 @@ def bench(settings: Settings) -> None:
             except UserError as missing:
                 world.print(f"{name} is left out: {missing}")
                 continue
-            result["kernels"][name] = measured(kernel, case, settings, device) | {
-                "parity": parity(kernel, case, device)
-            }
+            errors = {rule: parity(kernel, device, dtype_of(device), rule)._asdict() for rule in RULES}
+            result["kernels"][name] = measured(kernel, case, settings, device) | {"parity": errors}
         world.print(kernel_table(result))
         report.write(settings.out, result)
 
@@ -81,35 +74,16 @@ def measured(kernel: Kernel, case: Case, settings: Settings, device: torch.devic
     return found
 
 
+def dtype_of(device: torch.device) -> torch.dtype:
+    """What blocks compute in: bf16 on a GPU, fp32 on the CPU."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def random_qkv(rows: int, heads: int, width: int, device: torch.device, seed: int) -> list[Tensor]:
-    """q, k, v as the blocks make them, slices of one fused projection: bf16 on a GPU, fp32 on the CPU."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    """q, k, v as the blocks make them, slices of one fused projection."""
     draw = torch.Generator(device).manual_seed(seed)
-    fused = torch.randn(1, rows, 3 * heads * width, generator=draw, device=device).to(dtype)
+    fused = torch.randn(1, rows, 3 * heads * width, generator=draw, device=device).to(dtype_of(device))
     return [x.unflatten(-1, (heads, width)) for x in fused.chunk(3, dim=-1)]
-
-
-def parity(kernel: Kernel, case: Case, device: torch.device) -> dict[str, dict[str, float]]:
-    """By rule: relative error of the output and of the three gradients against the boolean mask in fp32."""
-    layout = stream_layout(SMALL, (SMALL.height, SMALL.width), SPAN_CHUNKS, (TEXT_TAG,) * 5, 7).to(device)
-    inputs = random_qkv(layout.rows, HEADS, case.config["attention_head_dim"], device, seed=0)
-    gradient = torch.randn(inputs[0].shape, generator=torch.Generator(device).manual_seed(1), device=device)
-    found = {}
-    for rule in RULES:
-        exact = _gradients(Masked(boolean_mask(layout, rule)), [x.float() for x in inputs], gradient)
-        made = _gradients(make_attend(kernel, layout, rule), inputs, gradient.to(inputs[0].dtype))
-        found[rule] = {
-            name: ((a.float() - b).norm() / b.norm()).item()
-            for name, a, b in zip(("out", "dq", "dk", "dv"), made, exact, strict=True)
-        }
-    return found
-
-
-def _gradients(attend: Attend, inputs: list[Tensor], gradient: Tensor) -> list[Tensor]:
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    out = attend(*leaves, None)
-    out.backward(gradient)
-    return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
 def kernel_table(result: dict) -> str:

@@ -86,13 +86,11 @@ class TrainBench(TwoSides):
         batch: spans of a step.
         base_config: DeepSpeed JSON of the base engine, as in training.
         adapter_config: DeepSpeed JSON of the adapter engine, as in training.
-        cap_gib: most memory that our side's allocator may take of the card, GiB.
     """
 
     batch: int = 1
     base_config: str | None = None
     adapter_config: str | None = None
-    cap_gib: float | None = None
 
 
 def require(condition: bool, message: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-GIB = 2**30
+from rtcwm.engine import memory
 
 DATA_SHEET = (("H200", 989.0), ("H100 80GB HBM3", 989.0), ("H100 PCIe", 756.0), ("A100", 312.0))
 """Dense bf16 TFLOP/s by a part of the card's name, from NVIDIA's data sheets."""
@@ -61,9 +61,8 @@ def release(device: torch.device) -> None:
 
 
 def reset_peaks(device: torch.device) -> None:
-    """Starts the peaks anew, the host's too where Linux allows it."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    """Starts the peaks anew, the resident set's too where Linux allows it."""
+    memory.reset_peaks(device)
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -71,13 +70,15 @@ def reset_peaks(device: torch.device) -> None:
 
 
 def peaks(device: torch.device) -> dict[str, float | None]:
-    """GiB since `reset_peaks`: allocated and reserved by torch on the card (None without one), resident on the host."""
-    card = device.type == "cuda"
+    """GiB since `reset_peaks`: allocated and reserved by torch on the card (None without one), resident on the host, and
+    page-locked there."""
+    found, card = memory.peaks(device), device.type == "cuda"
     resident = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return {
-        "allocated_gib": torch.cuda.max_memory_allocated(device) / GIB if card else None,
-        "reserved_gib": torch.cuda.max_memory_reserved(device) / GIB if card else None,
-        "host_gib": int(resident.split()[1]) * 1024 / GIB,
+        "allocated_gib": found.device_allocated if card else None,
+        "reserved_gib": found.device_reserved if card else None,
+        "host_gib": int(resident.split()[1]) * 1024 / memory.GIB,
+        "pinned_gib": found.host_pinned if card else None,
     }
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from rtcwm.model.kernels import DenseAttention
+from rtcwm.model.dense import DenseAttention
 from rtcwm.model.layout import CHUNK_LATENTS, MODALITIES, REFERENCE_TIME
 from rtcwm.model.lora import Adapter, adapted_layers
 from rtcwm.model.masks import Group, Rule, groups

@@ -7,14 +7,12 @@ adapter. Both make the same updates, so their losses have to agree; a speed-up o
 
 from collections.abc import Callable
 
-import torch
-
 from rtcwm.bench import measure, profile, report
 from rtcwm.bench.command import TrainBench
 from rtcwm.bench.inputs import Case, Files, files
 from rtcwm.bench.plain import PlainModel, optimizer_of, span_loss, update
 from rtcwm.bench.sides import Side, compare, plain_base, run_side, summary
-from rtcwm.bench.work import span_pairs
+from rtcwm.bench.work import WHOLE_BLOCKS, span_pairs
 from rtcwm.engine.streams import Streams
 from rtcwm.engine.world import World, program
 from rtcwm.errors import UserError
@@ -62,12 +60,12 @@ def measured(world: World, settings: TrainBench, case: Case, plan: TrainPlan) ->
         "forward": vars(case.sizes.forward(rows, pairs) * settings.batch), "needed": vars(needed),
     }  # fmt: skip
     world.print(f"{report.versions_line(result['machine'])}\n{case.line()}")
-    policies = {"plain": "recompute", "ours": plan.inputs.base_settings.activations.policy}
-    starts = {"plain": lambda: plain_step(world, plan), "ours": lambda: our_step(world, settings, plan)}
+    repeated = {"plain": WHOLE_BLOCKS, "ours": case.sizes.repeated(plan.inputs.base_settings.activations)}
+    starts = {"plain": lambda: plain_step(world, plan), "ours": lambda: our_step(world, plan)}
     sides: dict[str, Side] = {}
     for name in settings.chosen:
         world.print(f"{name}: {settings.warmup} + {settings.steps} steps")
-        done = case.sizes.trained(rows, pairs, policies[name]) * settings.batch
+        done = case.sizes.trained(rows, pairs, repeated[name]) * settings.batch
         sides[name] = run_side(world, name, starts[name], settings, needed, done)
     result["sides"] = {name: side.as_dict(result["ceilings"]) for name, side in sides.items()}
     result |= summary(result["sides"])
@@ -82,11 +80,8 @@ def measured(world: World, settings: TrainBench, case: Case, plan: TrainPlan) ->
     return result
 
 
-def our_step(world: World, settings: TrainBench, plan: TrainPlan) -> Step:
+def our_step(world: World, plan: TrainPlan) -> Step:
     """The real program, one step at a time."""
-    if settings.cap_gib is not None and world.device.type == "cuda":
-        total = torch.cuda.get_device_properties(world.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(settings.cap_gib * measure.GIB / total, world.device)
     trainer = Trainer(world, plan.config, plan)
 
     def step() -> dict[str, float]:

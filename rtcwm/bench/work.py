@@ -15,14 +15,11 @@ released base has 1.28 PFLOP a linear pass and 0.91 an attention pass; a trainin
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rtcwm.errors import UserError
+from rtcwm.engine.settings import ActivationSettings
 from rtcwm.model.layout import SPAN_CHUNKS
 from rtcwm.model.lora import AdapterShape
 from rtcwm.model.masks import Rule, groups
 from rtcwm.model.packing import Layout
-
-RECOMPUTED = {"recompute": (1, 1), "selective": (1, 0), "none": (0, 0)}
-"""By activation policy: passes of linear layers (adapters included) and of attention that the backward pass repeats."""
 
 
 @dataclass(frozen=True)
@@ -45,25 +42,41 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Repeated:
+    """Passes of each kind that a backward pass repeats because activations were not kept."""
+
+    linear: float = 0.0
+    attention: float = 0.0
+    adapter: float = 0.0
+
+
+NOTHING, WHOLE_BLOCKS = Repeated(), Repeated(1.0, 1.0, 1.0)
+
+
+@dataclass(frozen=True)
 class Sizes:
     """What the formulas need of a base and its adapter.
 
     Attributes:
         layers: blocks; weights: of the linear layers of one block; width: heads x head width; adapter: weights of the
-            adapter in all blocks.
+            adapter in all blocks; last, last_up: of `weights` and of a block's adapter, those of a block's last product.
     """
 
     layers: int
     weights: int
     width: int
     adapter: int
+    last: int
+    last_up: int
 
     @classmethod
     def of(cls, config: Mapping, rank: int) -> "Sizes":
         """From the config of `MiniMaxH3Transformer3DModel` and the adapter's rank."""
         shape = AdapterShape.of(config, rank)
         weights = 4 * shape.hidden * shape.inner + 3 * shape.hidden * shape.ffn
-        return cls(shape.layers, weights, shape.inner, shape.parameters)
+        return cls(
+            shape.layers, weights, shape.inner, shape.parameters, shape.hidden * shape.ffn, shape.hidden * rank
+        )  # fmt: skip
 
     def forward(self, rows: int, pairs: int) -> Work:
         """One forward pass of all blocks over this many rows and (query, key) pairs."""
@@ -73,18 +86,26 @@ class Sizes:
             adapter=2.0 * rows * self.adapter,
         )
 
-    def trained(self, rows: int, pairs: int, policy: str | None = None) -> Work:
-        """Forward and backward; with what the backward pass repeats under an activation policy, or (None) without: the
-        work needed.
-
-        Raises:
-            UserError: a policy whose repeated work is not known here.
-        """
-        if policy not in (None, *RECOMPUTED):
-            raise UserError(f"activation policy {policy!r}: what it repeats is known for {', '.join(RECOMPUTED)} alone")
-        linear, attention = RECOMPUTED[policy] if policy else (0, 0)
+    def trained(self, rows: int, pairs: int, repeated: Repeated = NOTHING) -> Work:
+        """Forward and backward, with what the backward pass repeats; by default the work needed."""
         once = self.forward(rows, pairs)
-        return Work(once.linear * (2 + linear), once.attention * (3.5 + attention), once.adapter * (3 + linear))
+        return Work(
+            once.linear * (2 + repeated.linear),
+            once.attention * (3.5 + repeated.attention),
+            once.adapter * (3 + repeated.adapter),
+        )
+
+    def repeated(self, settings: ActivationSettings) -> Repeated:
+        """What rtcwm's own blocks repeat under an ``activation_checkpointing`` section: all but each block's last product
+        (its recompute ends with the last tensor that the gradient needs), less attention where its outputs are kept."""
+        if settings.policy == "none":
+            return NOTHING
+        blocks = 1 - settings.keep_blocks / self.layers
+        return Repeated(
+            linear=blocks * (1 - self.last / self.weights),
+            attention=blocks if settings.policy == "recompute" else 0.0,
+            adapter=blocks * (1 - self.last_up * self.layers / self.adapter),
+        )
 
 
 def span_pairs(layout: Layout, rule: Rule) -> int:
@@ -130,15 +151,14 @@ def rollout_work(
     stops: Sequence[int],
     graph_chunks: Iterable[int],
     rule: Rule,
-    policy: str | None = None,
+    repeated: Repeated = NOTHING,
 ) -> tuple[Work, Work]:
-    """Work of a rollout with these stopping steps: of its forwards, and of the backward pass of its graph chunks (with
-    what the policy repeats; None: the work needed)."""
+    """Work of a rollout with these stopping steps: of its forwards, and of the backward pass of its graph chunks."""
     forward, backward, graphs = Work(), Work(), set(graph_chunks)
     for chunk, stop in enumerate(stops):
         prepare, step = chunk_passes(layout, chunk, rule)
         once = sizes.forward(step.rows, step.pairs)
         forward = forward + sizes.forward(prepare.rows, prepare.pairs) + once * (stop + 1)
         if chunk in graphs:
-            backward = backward + sizes.trained(step.rows, step.pairs, policy) + once * -1
+            backward = backward + sizes.trained(step.rows, step.pairs, repeated) + once * -1
     return forward, backward
