@@ -11,11 +11,12 @@ from rtcwm.bench.command import BENCH
 from rtcwm.data.make import main_world
 from rtcwm.errors import UserError
 from rtcwm.evaluate.command import main_evaluate
+from rtcwm.prepare.command import main_prepare
 from rtcwm.train.world_base import main_world_base
 
 COMMANDS = {"world": main_world, "evaluate": main_evaluate, "bench": BENCH, "world-base": main_world_base}
 
-COMMANDS |= {"export": main_export, "adapter": {"show": main_show, "diff": main_diff, "fuse": main_fuse}}
+COMMANDS |= {"prepare": main_prepare, "export": main_export, "adapter": {"show": main_show, "diff": main_diff, "fuse": main_fuse}}
 LEADING = {
     ("export",): ("file",), ("adapter", "show"): ("file",), ("adapter", "fuse"): ("file",),
     ("adapter", "diff"): ("first", "second"),

@@ -70,11 +70,12 @@ def small_qwen(tokenizer: Qwen2TokenizerFast) -> Qwen3VLForConditionalGeneration
     rope = {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 1e4, "mrope_interleaved": True}
     text = dict(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=52, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, rope_parameters=rope,
+        num_key_value_heads=1, head_dim=16, rope_parameters=rope, initializer_range=0.3,
     )  # fmt: skip
     vision = dict(
         depth=2, hidden_size=32, intermediate_size=32, num_heads=2, patch_size=16, spatial_merge_size=2,
         temporal_patch_size=2, out_hidden_size=32, num_position_embeddings=64, deepstack_visual_indexes=[0, 1],
+        initializer_range=0.3,
     )  # fmt: skip
     config = Qwen3VLConfig(
         text_config=text, vision_config=vision, image_token_id=token["image_pad"], video_token_id=token["video_pad"],

@@ -174,9 +174,9 @@ def scale(reference) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_a_stream_is_what_the_class_makes_of_each_clip_and_of_124_frames(codec, reference, tmp_path):
-    chunks = list(read(probe(write_video(tmp_path / "a.mp4", scene(136))), 8))
+    chunks = list(read(probe(write_video(tmp_path / "a.mp4", scene(136, 32, 64))), 8))
     stream = torch.cat([codec.encode_target(chunk) for chunk in chunks], 1)
-    assert stream.shape == (24, 40, 4, 8)
+    assert stream.shape == (24, 40, 2, 4)
     mean, std = scale(reference)
     pixels = torch.from_numpy(np.concatenate(chunks)).permute(3, 0, 1, 2)[None].float() / 255
     pixels = (pixels - torch.tensor(PIXEL_MEAN).view(3, 1, 1, 1)) / torch.tensor(PIXEL_STD).view(3, 1, 1, 1)

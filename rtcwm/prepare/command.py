@@ -1,0 +1,88 @@
+"""`rtcwm prepare`: its flags. The work is in `run.py`, imported when the command runs: it brings transformers along,
+which takes seconds that other commands need not spend."""
+
+import sys
+from pathlib import Path
+from typing import Literal
+
+from rtcwm.errors import UserError
+
+
+def main_prepare(
+    out: Path,
+    source: list[str],
+    model: Path,
+    root: Path | None = None,
+    vae: Path | None = None,
+    text_encoder: Path | None = None,
+    starts: str = "first",
+    size: str | None = None,
+    proxy_size: str | None = None,
+    picture1_2048: bool = False,
+    vision_picture: Literal["native", "2048"] = "native",
+    system_prompt: Path | None = None,
+    text_layer: int = 50,
+    text_dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    episode_captions: bool = True,
+    tf32: bool = True,
+    workers: int | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    check: int = 0,
+) -> None:
+    """Encode videos, proxies and captions into clips to train on; the same command finishes what a stopped one left.
+
+    Exit code 0: all clips are there; 1: some were refused, each with a line that says why; 2: it could not start or had
+    to stop.
+
+    Args:
+        out: folder to write, one folder a clip, manifest.json and prepare_report.json.
+        source: a folder to walk for clip folders and condition roots, or a .jsonl manifest; once for each as --source+
+            ... (note the plus).
+        model: diffusers-format MiniMax-H3 folder with vae/, text_encoder/, tokenizer/ and processor/.
+        root: folder that manifests' paths are relative to, and that no file may lie outside of; default: each source's
+            own folder.
+        vae: folder of the VAE, instead of the model's.
+        text_encoder: folder of the text encoder, instead of the model's.
+        starts: start frames of each clip: first, every:N, or chunk indices as 0,3,7.
+        size: WIDTHxHEIGHT to scale targets to (Lanczos); default: as they are, in multiples of 32.
+        proxy_size: WIDTHxHEIGHT of proxies; default: a quarter of the target's.
+        picture1_2048: encode Picture 1 at a short edge of 2048 pixels as well.
+        vision_picture: which Picture 1 the text encoder sees; at 1344x768 its vision block has 1,010 rows, at 2048 7,170.
+        system_prompt: text file; the presentation becomes the user's turn of a chat with this system turn.
+        text_layer: hidden state of the text encoder that is read.
+        text_dtype: of the text encoder's weights.
+        episode_captions: whether caption.json, which describes a whole episode, will do where a clip has no other text.
+        tf32: let the VAE's convolutions round to TF32 on a GPU, as PyTorch does by default.
+        workers: processes, each with the models on a GPU of its own; default: one a GPU.
+        device: cpu, cuda, or auto: all GPUs where there are any.
+        check: decode so many chunks back and draw them next to their source (prepare_check.png).
+    """
+    from rtcwm.prepare.check import check as check_chunks
+    from rtcwm.prepare.run import device_of, open_models, run
+    from rtcwm.prepare.settings import Settings, parse_size
+
+    for name, value, least in (("workers", workers, 1), ("check", check, 0)):
+        if value is not None and value < least:
+            raise UserError(f"--{name} {value}: expected {least} or more")
+    try:
+        prompt = system_prompt.read_text(encoding="utf-8").strip() if system_prompt else ""
+    except (OSError, UnicodeDecodeError) as fault:
+        raise UserError(f"--system-prompt {system_prompt} cannot be read: {fault}") from fault
+    settings = Settings(
+        starts=starts, size=parse_size(size, "--size"), proxy_size=parse_size(proxy_size, "--proxy-size"),
+        picture1_2048=picture1_2048, vision_picture=vision_picture, system_prompt=prompt, text_layer=text_layer,
+        text_dtype=text_dtype, episode_captions=episode_captions, tf32=tf32,
+    )  # fmt: skip
+    models = open_models(model, vae, text_encoder, text_layer)
+    report, sources = run(out, [Path(one) for one in source], root, models, settings, workers, device)
+    report.print(out)
+    if check and sources and not report.stopped:
+        import torch
+
+        gpus = torch.cuda.device_count() if device != "cpu" else 0
+        for chunk, found in check_chunks(out, sources, models.vae, settings, check, device_of(0, gpus)).items():
+            print(f"check: {chunk} target {found['target']:.2f} dB, proxy {found['proxy']:.2f} dB")
+    if report.stopped:
+        raise UserError(report.stopped)
+    if report.refused:
+        sys.exit(1)
