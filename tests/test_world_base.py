@@ -76,7 +76,7 @@ def whole(settings, tmp_path_factory) -> Path:
 
 def small_base(seed: int = 0) -> torch.nn.Module:
     model = loading.build_base(loading.SeededSource(TINY, seed), CPU, torch.float32)
-    install(model, KERNEL)
+    install(model, KERNEL, frozen=False)
     return model
 
 
