@@ -20,14 +20,42 @@ def write(tmp_path, config) -> object:
     return path
 
 
-@pytest.mark.parametrize("name", ["base_cpu", "base_1x141gb", "base_8x80gb"])
+@pytest.mark.parametrize("name", sorted(path.stem for path in shipped_config("base_cpu").parent.glob("base_*.json")))
 def test_shipped_base_configs_are_valid(name):
     settings = read_base_settings(shipped_config(name))
     zero = settings.deepspeed["zero_optimization"]
     assert zero["stage"] == 3 and zero["stage3_param_persistence_threshold"] == 0
     assert zero["leaf_module"]["classes"][0].endswith("MiniMaxH3TransformerBlock")
     assert not {"shard_group", "activation_checkpointing"} & set(settings.deepspeed)
-    assert settings.activations.cpu_checkpointing == (name == "base_8x80gb")
+    assert settings.activations.cpu_checkpointing == (name in ("base_1x24gb", "base_1x80gb", "base_8x80gb"))
+    assert settings.offload == settings.pin_base == (name == "base_1x24gb")
+    assert name in (shipped_config("base_cpu").parent / "README.md").read_text()
+
+
+def test_own_keys_of_the_base(tmp_path):
+    settings = read_base_settings(
+        write(tmp_path, {
+            "prefetch": False, "device_blocks": 9, "memory_limit_gib": 22.3,
+            "zero_optimization": {"offload_param": {"device": "cpu", "pin_memory": True}},
+        })
+    )  # fmt: skip
+    assert (settings.prefetch, settings.device_blocks, settings.memory_limit_gib) == (False, 9, 22.3)
+    assert settings.offload and settings.pin_base
+    # DeepSpeed knows none of them, and does not lock memory itself.
+    assert not {"prefetch", "device_blocks", "memory_limit_gib"} & set(settings.deepspeed)
+    assert settings.deepspeed["zero_optimization"]["offload_param"] == {"device": "cpu", "pin_memory": False}
+    plain = read_base_settings(write(tmp_path, {}))
+    assert (plain.prefetch, plain.device_blocks, plain.memory_limit_gib, plain.offload) == (True, 2, None, False)
+    off = read_base_settings(write(tmp_path, {"zero_optimization": {"offload_param": {"device": "none"}}}))
+    assert not off.offload and not off.pin_base
+
+
+def test_the_adapter_of_a_small_card_is_the_recipe_but_for_where_its_moments_are():
+    small, plain = (read_adapter_settings(shipped_config(name)) for name in ("adapter_24gb", "adapter"))
+    assert small.park_moments and not plain.park_moments
+    assert small.deepspeed["optimizer"] == plain.deepspeed["optimizer"]
+    assert (small.accumulation, small.clipping) == (plain.accumulation, plain.clipping)
+    assert "park_moments" not in small.deepspeed
 
 
 def test_shipped_adapter_config_is_the_recipe():
@@ -65,6 +93,18 @@ def test_integer_betas_become_floats(tmp_path):
         ({"steps_per_print": "x"}, "steps_per_print is 'x'"),
         ({"comms_logger": {}}, "unknown key 'comms_logger'"),
         ({"shard_group": -1}, "shard_group is -1"),
+        ({"prefetch": 1}, "prefetch is 1, expected true or false"),
+        ({"device_blocks": 1}, "device_blocks is 1"),
+        ({"device_blocks": True}, "device_blocks is True"),
+        ({"memory_limit_gib": 0}, "memory_limit_gib is 0"),
+        ({"memory_limit_gib": "24"}, "memory_limit_gib is '24'"),
+        (
+            {
+                "zero_optimization": {"offload_param": {"device": "cpu"}},
+                "activation_checkpointing": {"policy": "none"},
+            },
+            "offload_param excludes",
+        ),
         ({"shard_group": "node"}, "shard_group is 'node'"),
         ({"train_micro_batch_size_per_gpu": 2}, "has to be 1"),
         ({"activation_checkpointing": {"partition_activations": True}}, "is not applied by rtcwm"),
@@ -85,6 +125,7 @@ def test_bad_base_configs(tmp_path, config, message):
     ("config", "message"),
     [
         ({"gradient_clip": 1.0}, "unknown key 'gradient_clip'"),
+        ({"park_moments": "cpu"}, "park_moments is 'cpu', expected true or false"),
         ({"scheduler": {}}, "'scheduler' is not used here"),
         ({"activation_checkpointing": {}}, "unknown key 'activation_checkpointing'"),
         ({"zero_optimization": {"stage": 3}}, "adapter engines use stage 1 or 2"),
