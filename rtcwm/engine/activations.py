@@ -169,7 +169,9 @@ class Activations:
         parts = []
         if saves:
             if not self.attention_bytes:
-                raise UserError("activation_checkpointing.policy 'save_attention' is on and no attention output was kept")
+                raise UserError(
+                    "activation_checkpointing.policy 'save_attention' is on and no attention output was kept"
+                )
             parts.append(f"attention outputs: {self.attention_bytes:,} bytes kept from recompute in this step")
         if self.copies is not None:
             if not self.offloaded_bytes:

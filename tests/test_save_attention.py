@@ -1,0 +1,202 @@
+"""What the policies of activations keep and compute again, on real engines: the same bits, and no attention twice."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import run_ranks
+from small import CONFIG, random_window
+
+from rtcwm.engine.activations import Activations
+from rtcwm.engine.adapter import AdapterEngine
+from rtcwm.engine.base import BaseEngine, shard_group_size
+from rtcwm.engine.settings import (
+    ActivationSettings,
+    AdapterSettings,
+    BaseSettings,
+    read_adapter_settings,
+    read_base_settings,
+)
+from rtcwm.errors import UserError
+from rtcwm.model.attention import install, make_attend, resolve
+from rtcwm.model.blocks import predict_velocity
+from rtcwm.model.loading import SeededSource, read_config
+from rtcwm.model.lora import Adapter, AdapterShape, Slot
+from rtcwm.model.masks import groups
+
+CHUNKS, BLOCKS, PASSES = 2, CONFIG["num_layers"], 3
+
+
+def base_settings(tmp_path, activations: dict, **others: object) -> BaseSettings:
+    path = tmp_path / "base.json"
+    path.write_text(json.dumps({"activation_checkpointing": activations} | others))
+    return read_base_settings(path)
+
+
+def adapter_settings(tmp_path) -> AdapterSettings:
+    path = tmp_path / "adapter.json"
+    path.write_text("{}")
+    return read_adapter_settings(path)
+
+
+def new_adapter(config: dict, seed: int) -> Adapter:
+    adapter = Adapter(AdapterShape.of(config, 4, alpha=8.0), seed=seed)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for pair in adapter.pairs():
+            pair.up.normal_(0, 0.1, generator=draw)
+    return adapter
+
+
+def one_step(world, config: dict, settings: BaseSettings, adapter: AdapterSettings) -> dict:
+    """Three forward passes of two adapters whose graphs live at once, one backward pass; what was run and left."""
+    cpu, calls = resolve("sdpa", "cpu"), {"forward": 0, "backward": 0}
+
+    def counted(name: str):
+        def run(*tensors):
+            calls[name] += 1
+            return getattr(cpu, name)(*tensors)
+
+        return run
+
+    kernel = replace(cpu, name="counted", forward=counted("forward"), backward=counted("backward"))
+    base = BaseEngine(world, SeededSource(config, seed=3), settings)
+    install(base.model, kernel)
+    engine, other = AdapterEngine(world, new_adapter(config, 5), adapter), new_adapter(config, 6)
+    runners = [base.activations.runner(which) for which in (engine.adapter, other)]
+    window = random_window(5 * CHUNKS, batch=2)
+    layout = window.layout(stream=True)
+    attend = make_attend(kernel, layout, "E")
+    loss = 0
+    for order, which in enumerate((0, 1, 0)):
+        times = torch.tensor([0.2, 0.3]) + 0.1 * order
+        velocity = predict_velocity(base.model, window, layout, times, attend, run=runners[which])
+        loss = loss + (order + 1) * velocity.square().mean()
+    in_forward = calls["forward"]
+    engine.backward(loss)
+    base.finish_backward()
+    result = {
+        "loss": loss.item(),
+        "norm": engine.step(1e-3).grad_norm,
+        "weights": [x.detach().clone() for x in engine.adapter.parameters()],
+        "gradients": [x.grad.clone() for x in other.parameters()],
+        "again": calls["forward"] - in_forward,
+        "backwards": calls["backward"],
+        "kept": base.activations.attention_bytes,
+        "offloaded": base.activations.offloaded_bytes,
+        "gathered": base.gathered(),
+        "report": base.activations.report_once() or "",
+        "calls": in_forward,
+    }
+    base.close()
+    return result
+
+
+def assert_same_bits(results: dict[str, dict]) -> None:
+    first = results["recompute"]
+    for name, result in results.items():
+        assert (result["loss"], result["norm"]) == (first["loss"], first["norm"]), name
+        for key in ("weights", "gradients"):
+            assert all(torch.equal(a, b) for a, b in zip(result[key], first[key], strict=True)), name
+    assert first["norm"] > 0 and all(x.abs().sum() > 0 for x in first["gradients"])
+
+
+LAYOUT = random_window(5 * CHUNKS).layout(stream=True)
+CALLS = BLOCKS * len(groups(LAYOUT, "E"))  # of one forward pass, without the text refiner
+KEPT = 2 * LAYOUT.rows * CONFIG["num_attention_heads"] * (CONFIG["attention_head_dim"] + 1) * 4  # a block, batch of 2
+INPUT = 2 * LAYOUT.rows * CONFIG["hidden_size"] * 4
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> dict:
+    path = tmp_path_factory.mktemp("base") / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return read_config(path)
+
+
+def steps(world, config: dict, settings: dict[str, BaseSettings], adapter: AdapterSettings) -> dict[str, dict]:
+    return {name: one_step(world, config, each, adapter) for name, each in settings.items()}
+
+
+def test_policies_differ_in_work_alone(tmp_path, config):
+    save, offload, keep = {"policy": "save_attention"}, {"cpu_checkpointing": True}, {"keep_blocks": 1}
+    sections = {
+        "recompute": {},
+        "save": save,
+        "save, offload": save | offload,
+        "keep": keep,
+        "save, keep, offload": save | keep | offload,
+        "none": {"policy": "none"},
+    }
+    settings = {name: base_settings(tmp_path, section) for name, section in sections.items()}
+    (results,) = run_ranks(1, steps, config, settings, adapter_settings(tmp_path))
+    assert_same_bits(results)
+    expected = {  # attention calls again, bytes of outputs kept, bytes of inputs moved
+        "recompute": (PASSES * CALLS, 0, 0),
+        "save": (0, PASSES * BLOCKS * KEPT, 0),
+        "save, offload": (0, PASSES * BLOCKS * KEPT, PASSES * BLOCKS * INPUT),
+        "keep": (PASSES * CALLS // BLOCKS, 0, 0),
+        "save, keep, offload": (0, PASSES * (BLOCKS - 1) * KEPT, PASSES * (BLOCKS - 1) * INPUT),
+        "none": (0, 0, 0),
+    }
+    for name, result in results.items():
+        assert (result["again"], result["kept"], result["offloaded"]) == expected[name], name
+        assert result["backwards"] == PASSES * CALLS and result["calls"] == PASSES * (CALLS + 1)  # one refiner block
+        assert (f"attention outputs: {result['kept']:,} bytes" in result["report"]) == name.startswith("save")
+
+
+def test_ranks_that_share_the_base_keep_outputs_but_no_weights(tmp_path, config):
+    """With weights brought ahead in one pass and not in the other, and inputs from host memory."""
+    save, offload = {"policy": "save_attention"}, {"policy": "save_attention", "cpu_checkpointing": True}
+    settings = {
+        "recompute": base_settings(tmp_path, {}, shard_group=2),
+        "save": base_settings(tmp_path, save, shard_group=2),
+        "save, offload": base_settings(tmp_path, offload, shard_group=2),
+        "save, no prefetch": base_settings(tmp_path, save, shard_group=2, prefetch=False),
+    }
+    results = run_ranks(2, steps, config, settings, adapter_settings(tmp_path))[-1]
+    assert_same_bits(results)
+    for name, result in results.items():
+        assert result["gathered"] == 0
+        assert result["again"] == (PASSES * CALLS if name == "recompute" else 0), name
+
+
+def test_blocks_are_kept_whole_on_an_unshared_base_alone(tmp_path):
+    class Node:
+        local_size = size = 2
+
+    settings = base_settings(tmp_path, {"keep_blocks": 1}, shard_group=2)
+    with pytest.raises(UserError, match="keep_blocks needs shard_group 1: blocks that are not recomputed keep their"):
+        shard_group_size(Node(), settings)
+    zero = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
+    with pytest.raises(UserError, match="offload_param excludes .* keep_blocks"):
+        base_settings(tmp_path, {"keep_blocks": 1}, shard_group=1, **zero)
+
+
+@pytest.mark.parametrize(
+    "section, message",
+    [
+        ({"keep_blocks": -1}, "keep_blocks is -1, expected a number of blocks"),
+        ({"keep_blocks": True}, "keep_blocks is True, expected a number of blocks"),
+        ({"keep_blocks": 1, "policy": "none"}, "policy 'none' keeps every block; remove keep_blocks"),
+        ({"policy": "save_attentions"}, r"expected one of \('recompute', 'save_attention', 'none'\)"),
+    ],
+)
+def test_sections_that_make_no_sense(tmp_path, section, message):
+    with pytest.raises(UserError, match=message):
+        base_settings(tmp_path, section)
+
+
+def test_more_blocks_than_there_are():
+    settings = ActivationSettings(keep_blocks=2)
+    with pytest.raises(UserError, match="keep_blocks is 2 and the base has 2 blocks: set it lower"):
+        Activations(settings, Slot(), blocks=[torch.nn.Identity(), torch.nn.Identity()])
+
+
+def test_a_policy_that_kept_nothing_is_an_error():
+    activations = Activations(ActivationSettings(policy="save_attention"), Slot())
+    run = activations.runner(None)
+    run(torch.nn.Linear(2, 2), torch.ones(1, 1, 2)).sum().backward()
+    with pytest.raises(UserError, match="'save_attention' is on and no attention output was kept"):
+        activations.report_once()
