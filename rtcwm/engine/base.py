@@ -36,7 +36,7 @@ class BaseEngine:
         slot: what the adapter hooks read.
         activations: runs blocks, see `Activations`.
         carrier: brings blocks ahead of their use; None where they are whole on the card, or prefetch is off.
-        shard_group: ranks that share one copy.
+        shard_group: ranks that share one copy; whole: each has one of its own, on its card.
     """
 
     def __init__(self, world: World, source: BaseSource, settings: BaseSettings):
@@ -47,16 +47,19 @@ class BaseEngine:
         group, reads = self._make_groups()
         config = settings.deepspeed
         on_card = world.device.type != "cpu"
-        self._host = HostMemory(pinned=on_card and settings.pin_base)
+        self._host = HostMemory(pinned=on_card)
 
         def partition(unit: nn.Module) -> None:
             deepspeed.zero.Init(module=unit, data_parallel_group=group, config_dict_or_path=config)
-            if self._host.pinned:
+            if settings.pin_base:
                 self._lock(unit)
 
         dtype = torch.float32 if world.device.type == "cpu" else torch.bfloat16
         self.model = build_base(source, world.device, dtype, reads=reads, place=partition)
         self.engine = deepspeed.initialize(model=self.model, config=config)[0]
+        self.whole = self.shard_group == 1 and not settings.offload
+        if self.whole:
+            self._keep_whole()
         self.slot = inject(self.model)
         self.carrier = self._make_carrier(settings)
         copies = None
@@ -77,7 +80,7 @@ class BaseEngine:
         return mine, self.world.rank % self.shard_group == 0
 
     def _make_carrier(self, settings: BaseSettings) -> carrier.Carrier | None:
-        if not settings.prefetch or (self.shard_group == 1 and not settings.offload):
+        if not settings.prefetch or self.whole:
             return None
         if not carrier.usable():
             first, after = (".".join(map(str, version)) for version in carrier.TESTED)
@@ -88,8 +91,16 @@ class BaseEngine:
             return None
         return carrier.Carrier(list(self.model.transformer_blocks), self.world.device, settings.device_blocks)
 
+    def _keep_whole(self) -> None:
+        """One copy a card: nothing is gathered or released, so every weight is put in its place for good and DeepSpeed's
+        hooks are taken off. They move no byte here and cost 2 ms of Python a block, more than a small block computes."""
+        for parameter in self.model.parameters():
+            parameter.data = parameter.ds_tensor.data.view(parameter.ds_shape)
+            parameter.ds_status = ZeroParamStatus.AVAILABLE
+        self.engine.optimizer.destroy()
+
     def _lock(self, unit: nn.Module) -> None:
-        """Moves a unit's partitioned weights into page-locked memory."""
+        """Moves a unit's partitioned weights into page-locked memory (ordinary memory where there is no card)."""
         for parameter in unit.parameters():
             shard = parameter.ds_tensor
             locked = self._host.carve(shard.numel() * shard.element_size())
@@ -106,14 +117,16 @@ class BaseEngine:
         self.engine.optimizer.release_backward_leftovers()
 
     def gathered(self) -> int:
-        """Numbers of the partitioned base that are whole on this rank at this moment; 0 between passes."""
+        """Numbers of a base in parts that are whole on this rank at this moment; 0 between passes."""
+        if self.whole:
+            return 0
         return sum(p.ds_numel for p in self.model.parameters() if p.ds_status != ZeroParamStatus.NOT_AVAILABLE)
 
     def digest(self) -> str:
         """Hash of every weight, gathered one by one; a collective, equal on all ranks. Proves that a base is frozen."""
         digest = hashlib.blake2b(digest_size=16)
         for name, parameter in self.model.named_parameters():
-            with deepspeed.zero.GatheredParameters([parameter]):
+            with deepspeed.zero.GatheredParameters([parameter], enabled=not self.whole):
                 digest.update(name.encode())
                 digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
