@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from rtcwm.model.blocks import predict_velocity
 from rtcwm.model.loading import SeededSource, read_config
 from rtcwm.model.lora import Adapter, AdapterShape, Slot
 from rtcwm.model.masks import groups
+from rtcwm.train.preflight import check_settings
 
 CHUNKS, BLOCKS, PASSES = 2, CONFIG["num_layers"], 3
 
@@ -163,12 +165,10 @@ def test_ranks_that_share_the_base_keep_outputs_but_no_weights(tmp_path, config)
 
 
 def test_blocks_are_kept_whole_on_an_unshared_base_alone(tmp_path):
-    class Node:
-        local_size = size = 2
-
+    node = SimpleNamespace(size=2, local_size=2)
     settings = base_settings(tmp_path, {"keep_blocks": 1}, shard_group=2)
     with pytest.raises(UserError, match="keep_blocks needs shard_group 1: blocks that are not recomputed keep their"):
-        shard_group_size(Node(), settings)
+        shard_group_size(node, settings)
     zero = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
     with pytest.raises(UserError, match="offload_param excludes .* keep_blocks"):
         base_settings(tmp_path, {"keep_blocks": 1}, shard_group=1, **zero)
@@ -186,6 +186,23 @@ def test_blocks_are_kept_whole_on_an_unshared_base_alone(tmp_path):
 def test_sections_that_make_no_sense(tmp_path, section, message):
     with pytest.raises(UserError, match=message):
         base_settings(tmp_path, section)
+
+
+@pytest.mark.parametrize(
+    "attn, section, message",
+    [
+        ("flex", {"policy": "save_attention"}, "'save_attention' cannot keep outputs of --attn flex"),
+        ("sdpa", {"keep_blocks": 99}, "keep_blocks is 99 and the base has 2 blocks"),
+    ],
+)
+def test_what_cannot_be_kept_is_said_before_the_base_is_built(tmp_path, attn, section, message):
+    base, file = tmp_path / "config.json", tmp_path / "base.json"
+    base.write_text(json.dumps(CONFIG))
+    file.write_text(json.dumps({"activation_checkpointing": section}))
+    world = SimpleNamespace(device=torch.device("cpu"), size=1, local_size=1)
+    asked = SimpleNamespace(base_config=str(file), base=str(base), clips="clips", attn=attn)
+    with pytest.raises(UserError, match=message):
+        check_settings(world, asked)
 
 
 def test_more_blocks_than_there_are():
