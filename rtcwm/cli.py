@@ -8,24 +8,37 @@ from rtcwm import __version__
 from rtcwm.adapters.export import main_export, main_fuse
 from rtcwm.adapters.inspect import main_diff, main_show
 from rtcwm.bench.command import BENCH
+from rtcwm.curate.check import main_check
 from rtcwm.data.make import main_world
 from rtcwm.errors import UserError
 from rtcwm.evaluate.command import main_evaluate
 from rtcwm.prepare.command import main_prepare
 from rtcwm.train.world_base import main_world_base
 
-COMMANDS = {"world": main_world, "evaluate": main_evaluate, "bench": BENCH, "world-base": main_world_base}
-
-COMMANDS |= {"prepare": main_prepare, "export": main_export, "adapter": {"show": main_show, "diff": main_diff, "fuse": main_fuse}}
+COMMANDS = {
+    "world": main_world,
+    "prepare": main_prepare,
+    "clips": {"check": main_check},
+    "evaluate": main_evaluate,
+    "bench": BENCH,
+    "world-base": main_world_base,
+    "export": main_export,
+    "adapter": {"show": main_show, "diff": main_diff, "fuse": main_fuse},
+}
 LEADING = {
     ("export",): ("file",), ("adapter", "show"): ("file",), ("adapter", "fuse"): ("file",),
-    ("adapter", "diff"): ("first", "second"),
+    ("adapter", "diff"): ("first", "second"), ("clips", "check"): ("folder",),
 }  # fmt: skip
 """Arguments that may stand right after a command, without their flags."""
+SWITCHES = ("--flag",)
+"""Flags that need no value to be on."""
 
 
 def name_leading(words: list[str]) -> list[str]:
-    """Puts the flags of `LEADING` before the words that stand right after a command."""
+    """Puts the flags of `LEADING` before the words that stand right after a command, and `true` after a bare `SWITCHES`."""
+    for place in reversed(range(len(words))):
+        if words[place] in SWITCHES and (place + 1 == len(words) or words[place + 1].startswith("-")):
+            words = [*words[: place + 1], "true", *words[place + 1 :]]
     for command, names in LEADING.items():
         if tuple(words[: len(command)]) == command:
             rest, named = words[len(command) :], []

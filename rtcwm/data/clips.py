@@ -219,17 +219,32 @@ def clip_folders(root: Path) -> list[Path]:
     )
 
 
+COMMON = (
+    (
+        "codec",
+        lambda clip: f"{clip.codec['name']} {clip.codec['hash']}",
+        "latents of two codecs cannot be mixed, encode them again with one",
+    ),
+    ("geometry", lambda clip: clip.geometry, "train one geometry at a time, from separate folders"),
+    ("text width", lambda clip: clip.text_width, "encode all captions with one text encoder"),
+)
+"""What all clips of a folder share: its name, its value, what to do about a clip that differs."""
+
+
+def odd_clips(clips: Sequence[Clip], key: Callable[[Clip], Hashable]) -> tuple[Hashable, list[Clip]]:
+    """The value of `key` that most clips have, and the clips with another."""
+    usual = Counter(key(clip) for clip in clips).most_common(1)[0][0]
+    return usual, [clip for clip in clips if key(clip) != usual]
+
+
 def require_equal(clips: Sequence[Clip], what: str, key: Callable[[Clip], Hashable], advice: str) -> None:
     """UserError naming a clip that differs from the majority in `key`, and both values."""
-    counts = Counter(key(clip) for clip in clips)
-    if len(counts) == 1:
-        return
-    usual = counts.most_common(1)[0][0]
-    odd = [clip for clip in clips if key(clip) != usual]
-    raise UserError(
-        f"clip {odd[0].id} has {what} {key(odd[0])}, but {counts[usual]} of {len(clips)} clips have {usual} "
-        f"({len(odd)} clips differ): {advice}"
-    )
+    usual, odd = odd_clips(clips, key)
+    if odd:
+        raise UserError(
+            f"clip {odd[0].id} has {what} {key(odd[0])}, but {len(clips) - len(odd)} of {len(clips)} clips have {usual} "
+            f"({len(odd)} clips differ): {advice}"
+        )
 
 
 def open_clips(root: Path) -> list[Clip]:
@@ -247,13 +262,7 @@ def open_clips(root: Path) -> list[Clip]:
             "clips or run `rtcwm world`"
         )
     clips = [read_clip(path) for path in folders]
-    require_equal(
-        clips,
-        "codec",
-        lambda clip: f"{clip.codec['name']} {clip.codec['hash']}",
-        "latents of two codecs cannot be mixed, encode them again with one",
-    )
-    require_equal(clips, "geometry", lambda clip: clip.geometry, "train one geometry at a time, from separate folders")
-    require_equal(clips, "text width", lambda clip: clip.text_width, "encode all captions with one text encoder")
+    for what, key, advice in COMMON:
+        require_equal(clips, what, key, advice)
     manifest.check(root, {clip.id: clip.path for clip in clips}, clips[0].codec)
     return clips

@@ -1,0 +1,1 @@
+"""`rtcwm clips`: folders of clips checked, flagged, and made from the caches of other trainers."""
