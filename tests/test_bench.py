@@ -14,11 +14,11 @@ import torch
 from diffusers import MiniMaxH3Transformer3DModel
 from launch import BIN, environment
 from ranks import CONTEXT
-from small import CONFIG
+from small import CONFIG, random_window, small_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from rtcwm.bench import measure, profile, work
-from rtcwm.bench.work import Sizes, span_pairs
+from rtcwm.bench.work import Sizes, Work, rollout_work, span_pairs
 from rtcwm.engine.activations import Activations
 from rtcwm.engine.settings import POLICIES, ActivationSettings
 from rtcwm.model.attention import install
@@ -29,6 +29,7 @@ from rtcwm.model.loading import SeededSource, build_base, read_config
 from rtcwm.model.lora import Adapter, AdapterShape, inject
 from rtcwm.model.masks import RULES, boolean_mask
 from rtcwm.model.packing import stream_layout
+from rtcwm.model.sampler import Conditions, SamplerConfig, drawn, rollout
 
 SMALL = {"height": 64, "width": 96, "text-rows": 5, "layers": 2, "steps": 2, "warmup": 1}
 
@@ -136,6 +137,39 @@ def test_pairs_are_those_of_the_mask(rule):
     assert span_pairs(layout, rule) == int(boolean_mask(layout, rule).sum())
 
 
+@pytest.mark.parametrize("rule", ["E", "own"])
+def test_work_of_a_rollout_is_what_its_blocks_run(rule):
+    """Rows that blocks get and pairs that the kernel gets, in a real rollout past a full window."""
+    model, rows, pairs = small_model(), [], []
+    kernel = resolve("sdpa", "cpu")
+
+    def counted(q, k, v):
+        pairs.append(q.shape[1] * k.shape[1])
+        return kernel.forward(q, k, v)
+
+    spy = replace(kernel, forward=counted)
+    install(model, spy)
+    window = random_window(latents=30)
+
+    def run(block, hidden, *rest):
+        rows.append(hidden.shape[1])
+        return block(hidden, *rest)
+
+    stops = (1, 0, 2, 3, 0, 1, 2, 0)
+    proxy = random_window(latents=5 * len(stops)).proxy
+    given = (Conditions.of(window), proxy, SamplerConfig(rule=rule), drawn(torch.Generator().manual_seed(0)), stops)
+    rollout(model, spy, *given, run=run)
+    text = len(window.text_tags) ** 2  # the text refiner's one block attends too, and is not counted as work
+    sizes, layout = Sizes.of(model.config, rank=4), window.layout(stream=True)
+    forward, backward = rollout_work(sizes, layout, stops, (), rule)
+    assert forward.linear == 2 * sizes.weights * sum(rows)
+    assert forward.attention == 4 * sizes.width * (sum(pairs) - text)
+    assert backward.total == 0
+    graphs = rollout_work(sizes, layout, stops, (6, 7), rule)[1]
+    once = sizes.forward(layout.target_chunk, layout.target_chunk * layout.rows)
+    assert graphs == Work(2 * once.linear, 5 * once.attention, 4 * once.adapter)
+
+
 def test_rows_of_the_default_case():
     assert stream_layout(RELEASED, (48, 84), 6, (1,) * 400, 170).rows == 33_968
 
@@ -191,6 +225,58 @@ def test_train_takes_the_same_steps_on_both_sides(base, tmp_path):
     ratio = sides["ours"]["seconds"]["median"] / sides["plain"]["seconds"]["median"]
     assert found["ratio"] == pytest.approx(ratio)
     assert "ours, one step" in text and "aten::mm" in (tmp_path / "kernels.txt").read_text()
+
+
+def test_distill_takes_the_same_iterations_on_both_sides(base, tmp_path):
+    flags = {"chunks": 8, "grad-chunks": 2, "critic-per-gen": 2, "steps": 1, "profile": tmp_path / "kernels.txt"}
+    found, text = bench("distill", base, tmp_path / "distill.json", **flags)
+    assert set(found["sides"]) == {"plain", "ours"} and found["ratio"] > 0
+    for key in ("dmd", "student_norm", "critic", "critic_norm"):
+        plain, ours = (found["sides"][name]["numbers"][key] for name in ("plain", "ours"))
+        assert len(plain) == 2 and min(plain) > 0 and plain == pytest.approx(ours, rel=1e-3)
+    sizes, case = Sizes.of(CONFIG, rank=12), found["case"]
+    for name, repeated in (("plain", work.WHOLE_BLOCKS), ("ours", sizes.repeated(ActivationSettings()))):
+        side = found["sides"][name]
+        assert list(side["parts"]) == list(found["part_ratios"]) == ["rollout", "scores", "student", "critic"]
+        update = sizes.trained(case["window_rows"], case["window_rows"] ** 2, repeated)
+        assert side["parts"]["critic"]["done_flop"] == 2 * update.total
+        parts = [part["seconds"]["median"] for part in side["parts"].values()]
+        assert sum(parts) == pytest.approx(side["seconds"]["median"], rel=0.1)
+        chunk = side["no_grad_chunk"]
+        assert chunk["share_of_ceilings"] == pytest.approx(chunk["least_by_ceilings"] / chunk["seconds_a_chunk"])
+        assert f"{name}: " in text and side["kernels"]["by_class"]["matmul"] > 0
+
+
+def test_distill_with_a_causal_teacher(base, tmp_path):
+    flags = {"chunks": 6, "grad-chunks": 1, "critic-per-gen": 1, "steps": 1, "warmup": 0, "teacher-kind": "causal"}
+    found, _ = bench("distill", base, tmp_path / "distill.json", **flags, stops="last")
+    assert found["case"]["window_rows"] == found["case"]["rows"]
+    assert found["difference"]["critic"]["most"] < 1e-3 and found["difference"]["dmd"]["most"] < 1e-3
+
+
+def test_streams_are_the_same_on_both_sides(base, tmp_path):
+    found, text = bench("stream", base, tmp_path / "stream.json", chunks=8, steps=1)
+    sizes, layout = Sizes.of(CONFIG, rank=12), stream_layout(Geometry(4, 6, 1, 2), (4, 6), 6, (1,) * 5, 170)
+    assert found["case"]["chunk_plays"] == 17 / 24
+    assert found["difference"]["mean_square"]["most"] < 1e-3
+    for side in found["sides"].values():
+        assert list(side["parts"]) == [f"chunk {chunk}" for chunk in range(8)]
+        # A steady chunk: four steps of its target, and one forward of the target before it and of its own proxy.
+        targets = sizes.forward(layout.target_chunk, layout.target_chunk * layout.rows) * 5
+        keys = layout.static + 6 * layout.proxy_chunk
+        expected = targets + sizes.forward(layout.proxy_chunk, layout.proxy_chunk * keys)
+        assert side["parts"]["chunk 7"]["needed_flop"] == expected.total
+        assert side["steady"]["speed"] == pytest.approx(17 / 24 / side["steady"]["seconds_a_chunk"])
+    assert "of real time" in text
+
+
+def test_one_side_alone_on_engines(base, tmp_path):
+    """Our stream on training's base engine."""
+    settings = tmp_path / "base.json"
+    settings.write_text(json.dumps({"shard_group": 1}))
+    flags = {"sides": "ours", "base-config": settings, "steps": 1, "warmup": 0, "chunks": 7}
+    found, _ = bench("stream", base, tmp_path / "stream.json", **flags)
+    assert set(found["sides"]) == {"ours"} and "ratio" not in found and found["sides"]["ours"]["steady"]["speed"] > 0
 
 
 def test_kernels_are_told_apart():

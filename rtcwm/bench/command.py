@@ -93,6 +93,64 @@ class TrainBench(TwoSides):
     adapter_config: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class DistillBench(TwoSides):
+    """An iteration of distribution matching.
+
+    Args:
+        steps: iterations that are timed.
+        warmup: iterations before them.
+        chunks: length of every rollout.
+        denoise_steps: steps of the student's schedule.
+        stops: step at which a chunk of a rollout stops: a random one, or always the last.
+        grad_chunks: last chunks that keep a graph.
+        critic_per_gen: critic updates an iteration.
+        teacher_kind: released (37 latents in both directions) or causal (a span).
+        batch: rollouts of an iteration.
+        base_config: DeepSpeed JSON of the base engine, as in distillation.
+        student_config: DeepSpeed JSON of the student.
+        critic_config: DeepSpeed JSON of the critic.
+    """
+
+    steps: int = 2
+    warmup: int = 1
+    chunks: int = 14
+    denoise_steps: int = 4
+    stops: Literal["random", "last"] = "random"
+    grad_chunks: int = 4
+    critic_per_gen: int = 7
+    teacher_kind: Literal["released", "causal"] = "released"
+    batch: int = 1
+    base_config: str | None = None
+    student_config: str | None = None
+    critic_config: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamBench(TwoSides):
+    """A stream of a few-step student.
+
+    Args:
+        steps: streams that are timed.
+        warmup: streams before them.
+        chunks: of a stream; from the sixth on the window is full, and from the seventh it slides.
+        denoise_steps: steps of the schedule.
+        batch: streams at a time.
+        base_config: DeepSpeed JSON of a base engine to stream on; default: the base whole on the device.
+    """
+
+    steps: int = 3
+    warmup: int = 1
+    chunks: int = 9
+    denoise_steps: int = 4
+    batch: int = 1
+    base_config: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.chunks >= 7, f"--chunks {self.chunks}: a steady stream needs 7 or more, for its window to slide")
+
+
 def require(condition: bool, message: str) -> None:
     """Raises `UserError` with the message unless the condition holds."""
     if not condition:
@@ -113,8 +171,24 @@ def bench_train(**settings) -> None:
     train.bench(TrainBench(**settings))
 
 
+def bench_distill(**settings) -> None:
+    """One iteration of distillation by part: the obvious loop and ours, in one process, on the same data and noise."""
+    from rtcwm.bench import distill
+
+    distill.bench(DistillBench(**settings))
+
+
+def bench_stream(**settings) -> None:
+    """Seconds a chunk of a few-step stream, by how full its window is, against the time that a chunk plays."""
+    from rtcwm.bench import stream
+
+    stream.bench(StreamBench(**settings))
+
+
 BENCH = {
-    "_help": "Measure attention, training, distillation and streams; in two of them against the obvious loop.",
+    "_help": "Measure attention, training, distillation and streams, against the loop that one would write first.",
     "attention": bench_attention,
     "train": bench_train,
+    "distill": bench_distill,
+    "stream": bench_stream,
 }

@@ -27,10 +27,13 @@ from rtcwm.model.layout import (
     frames_of,
 )
 from rtcwm.model.loading import EMBEDDED, read_config
+from rtcwm.model.lora import Adapter, AdapterShape
 from rtcwm.model.packing import Layout, stream_layout
 from rtcwm.train.preflight import DEFAULT_RANK
 
 CODEC = {"name": "noise", "hash": "0" * 32}
+UP_SIZE = 0.05
+"""Of a random adapter's output, about, where its input is of size one: enough to tell adapters apart."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +113,16 @@ def base_config(base: str | None) -> tuple[str, dict]:
 
 @dataclass(frozen=True)
 class Files:
-    """Files of a case on disk: the base's config, and a folder that holds one clip."""
+    """Files of a case on disk: the base's config, a folder that holds one clip, and a place for more."""
 
     base: Path
     clips: Path
-    run: Path
+    root: Path
+
+    @property
+    def run(self) -> Path:
+        """The folder of a run, not made yet."""
+        return self.root / "run"
 
 
 @contextmanager
@@ -138,4 +146,13 @@ def files(case: Case, chunks: int, seed: int) -> Iterator[Files]:
         video = noise(LATENT_CHANNELS, latents, geometry.height, geometry.width)
         proxy = noise(LATENT_CHANNELS, latents, geometry.proxy_height, geometry.proxy_width)
         write_clip(root / "clips", "noise", video, proxy, {0: start}, "noise", CODEC)
-        yield Files(root / "base.json", root / "clips", root / "run")
+        yield Files(root / "base.json", root / "clips", root)
+
+
+def random_adapter(case: Case, seed: int) -> Adapter:
+    """An adapter that does something: random in both projections, frozen, on the CPU."""
+    adapter = Adapter(AdapterShape.of(case.config, case.rank), seed).requires_grad_(False)
+    draw = torch.Generator().manual_seed(seed + 1)
+    for pair in adapter.pairs():
+        pair.up.normal_(0.0, UP_SIZE / case.rank**0.5, generator=draw)
+    return adapter

@@ -8,7 +8,7 @@ step. On the CPU the rows are torch's operators, by their own time.
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity
 
 from rtcwm.bench import measure, report
 from rtcwm.engine.checkpoint import replace_file
+from rtcwm.engine.world import World
 
 TOP = 25
 """Names in a listing."""
@@ -121,12 +122,16 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def write(path: Path, sides: Mapping[str, Kernels | None]) -> None:
-    """The tables of all sides as text, complete or absent."""
-    text = "\n\n".join(
-        f"{name}: one step of {kernels.wall:.4f} s\n\n{kernels.classes()}\n\n{kernels.names()}"
-        for name, kernels in sides.items()
-        if kernels
-    )
-    replace_file(path, lambda aside: aside.write_text(text + "\n"))
-    print(f"written: {path}", flush=True)
+def finish(world: World, path: Path | None, sides: dict[str, dict]) -> None:
+    """Prints the tables of the sides' kernels, writes them to a file, and leaves plain numbers in their place."""
+    texts = []
+    for name, side in sides.items():
+        kernels: Kernels | None = side.get("kernels")
+        if kernels is None:
+            continue
+        side["kernels"] = kernels.as_dict()
+        world.print(f"\n{name}, one step by class of kernel\n{kernels.classes()}")
+        texts.append(f"{name}: one step of {kernels.wall:.4f} s\n\n{kernels.classes()}\n\n{kernels.names()}\n")
+    if path is not None:
+        world.on_main(lambda: replace_file(path, lambda aside: aside.write_text("\n".join(texts))))
+        world.print(f"written: {path}, with the names of kernels")

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -62,6 +62,48 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 def number(value: float | None, form: str = "{:.3f}") -> str:
     """A number for a table; a dash for none."""
     return "-" if value is None else form.format(value)
+
+
+def comparison(result: Mapping) -> str:
+    """The sides next to each other, with their parts where a step has some."""
+    ceilings, sides = result["ceilings"], result["sides"]
+    rows = [["", *sides, "ours / plain"]]
+
+    def line(label: str, cell: Callable[[Mapping], str], ratio: float | None = None) -> None:
+        cells = [side["failed"] if "failed" in side else cell(side) for side in sides.values()]
+        rows.append([label, *cells, "" if ratio is None else f"{ratio:.3f}"])
+
+    line("seconds, median", lambda side: number(side["seconds"]["median"]), result.get("ratio"))
+    line("  least to most", lambda s: f"{s['seconds']['least']:.3f} to {s['seconds']['most']:.3f}")
+    ran = [side for side in sides.values() if "failed" not in side]
+    for part in ran[0].get("parts", {}) if ran else ():
+        ratio = result.get("part_ratios", {}).get(part)
+        line(f"  {part}, seconds", lambda side, part=part: number(side["parts"][part]["seconds"]["median"]), ratio)
+    for kind in ("needed", "done"):
+        line(f"work {kind}, PFLOP", lambda side, kind=kind: f"{side[f'{kind}_flop'] / 1e15:.4g}")
+    for key, name in (("data_sheet_tflops", "the data sheet"), ("matmul_tflops", "the measured product")):
+        for kind in ("needed", "done") if ceilings[key] else ():
+            label = f"MFU of {name} ({ceilings[key]:.4g} TFLOP/s), work {kind}"
+            line(label, lambda side, key=key, kind=kind: number(side["share"][key][kind]))
+    for key in ("allocated", "reserved", "host", "pinned"):
+        line(f"peak {key}, GiB", lambda side, key=key: number(side["peak"][f"{key}_gib"], "{:.2f}"))
+    for key in ran[0]["first"] if ran else ():
+        line(f"first {key}", lambda side, key=key: number(side["first"][key], "{:.6f}"))
+    told = [table(rows)]
+    for what, difference in result.get("difference", {}).items():
+        told.append(
+            f"relative difference of {what}: {difference['first']:.2e} at first, {difference['most']:.2e} at most"
+        )
+    return "\n".join(told)
+
+
+def chunk_line(found: Mapping[str, float]) -> str:
+    """A steady chunk of a stream without a graph, as `chunks.steady` gives it."""
+    return (
+        f"a steady chunk without a graph takes {found['seconds_a_chunk']:.3f} s and plays {found['plays']:.3f} s "
+        f"({found['speed']:.2f} of real time); {found['share_of_ceilings']:.1%} of the ceilings of products and attention "
+        f"({found['attention_tflops']:.4g} TFLOP/s), by which it takes {found['least_by_ceilings']:.3f} s"
+    )
 
 
 def write(path: Path | None, result: Mapping) -> None:

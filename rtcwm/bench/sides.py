@@ -1,6 +1,8 @@
 """Running the two sides of a benchmark one after the other in one process, and holding them against each other."""
 
+import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -13,86 +15,133 @@ from rtcwm.bench.plain import PlainModel
 from rtcwm.bench.work import Work
 from rtcwm.engine.world import World
 from rtcwm.errors import UserError
-from rtcwm.model.kernels import resolve
+from rtcwm.model.kernels import Kernel, resolve
 from rtcwm.model.loading import BaseSource, build_base
 
-TOLERANCE = {"cuda": 0.01, "cpu": 1e-4}
-"""Largest relative difference of the first step's loss that passes for rounding: bf16 on a GPU, fp32 on the CPU."""
+
+@dataclass(frozen=True)
+class Did:
+    """What a step gave: numbers that both sides must agree on, and the seconds of its parts, if it has any."""
+
+    numbers: dict[str, float]
+    parts: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass
-class Side:
-    """What one side did.
+class Runner(ABC):
+    """One side, built and ready."""
+
+    @abstractmethod
+    def step(self) -> Did:
+        """One repetition of what is measured."""
+
+    def extra(self) -> dict:
+        """More to measure once the steps are timed; goes into the report as it is."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known of a side before it runs.
 
     Attributes:
-        seconds: of the timed steps; numbers: what every step returned, warm-up included.
-        failed: why there are no numbers, where the card was too small.
+        start: builds it.
+        needed, done: work of a step by part, or under "step" alone; where steps differ, the mean of the timed ones.
+        even: every step has the same work, so that its median time stands for it; else the mean does.
     """
 
-    needed: Work
-    done: Work
-    seconds: Seconds | None = None
-    numbers: list[dict[str, float]] = field(default_factory=list)
-    peak: dict[str, float | None] = field(default_factory=dict)
-    kernels: profile.Kernels | None = None
-    failed: str | None = None
-
-    def as_dict(self, ceilings: Mapping[str, float | None]) -> dict:
-        """Plain numbers for the report; ``share`` is of the ceilings, by work needed and by work done."""
-        found = {"needed_flop": self.needed.total, "done_flop": self.done.total, "done": vars(self.done)}
-        if self.failed is not None:
-            return found | {"failed": self.failed, "peak": self.peak}
-        kinds = {"needed": self.needed.total, "done": self.done.total}
-        share = {
-            name: {kind: flop / self.seconds.median / (rate * 1e12) for kind, flop in kinds.items()}
-            for name, rate in ceilings.items()
-            if rate
-        }
-        found |= {"seconds": self.seconds.as_dict(), "share": share, "peak": self.peak, "first": self.numbers[0]}
-        found["numbers"] = {key: [row[key] for row in self.numbers] for key in self.numbers[0]}
-        return found | ({"kernels": self.kernels.as_dict()} if self.kernels else {})
+    start: Callable[[], Runner]
+    needed: Mapping[str, Work]
+    done: Mapping[str, Work]
+    even: bool = True
 
 
-def run_side(
-    world: World, name: str, start: Callable[[], Callable[[], dict]], settings: TwoSides, needed: Work, done: Work
-) -> Side:
-    """Builds a side, takes its steps, and lets go of it. A card that is too small is a result, not an error."""
-    side, device = Side(needed, done), world.device
+def run_side(world: World, name: str, plan: Plan, settings: TwoSides, ceilings: Mapping[str, float | None]) -> dict:
+    """Builds a side, takes its steps, lets go of it, and returns its part of the report. A card that is too small is a
+    result, not an error: under "failed"."""
+    device = world.device
+    world.print(f"{name}: {settings.warmup} + {settings.steps} times")
+    needed, done = (sum(works.values(), Work()) for works in (plan.needed, plan.done))
+    found = {"needed_flop": needed.total, "done_flop": done.total, "done": vars(done)}
     measure.release(device)
     measure.reset_peaks(device)
     try:
-        _take_steps(world, side, start(), settings)
+        found |= _take_steps(world, plan, settings, ceilings)
     except torch.OutOfMemoryError as error:
-        side.failed, side.peak = "out of memory", measure.peaks(device)
+        found |= {"failed": "out of memory", "peak": measure.peaks(device)}
         world.print(f"{name}: {str(error).splitlines()[0]}")
     measure.release(device)
-    return side
+    return found
 
 
-def _take_steps(world: World, side: Side, step: Callable[[], dict], settings: TwoSides) -> None:
-    each = []
-    for turn in range(settings.warmup + settings.steps):
+def _take_steps(world: World, plan: Plan, settings: TwoSides, ceilings: Mapping[str, float | None]) -> dict:
+    runner, steps, each = plan.start(), [], []
+    for _ in range(settings.warmup + settings.steps):
         measure.synchronize(world.device)
         began = time.perf_counter()
-        side.numbers.append(step())
+        steps.append(runner.step())
         measure.synchronize(world.device)
         each.append(time.perf_counter() - began)
-    side.seconds = Seconds(tuple(each[settings.warmup :]))
-    side.peak = measure.peaks(world.device)
+    timed = steps[settings.warmup :]
+    seconds = Seconds(tuple(each[settings.warmup :]))
+    whole = {"step": sum(plan.needed.values(), Work())}, {"step": sum(plan.done.values(), Work())}
+    found = {"seconds": seconds.as_dict(), "share": _shares(plan, *whole, {"step": seconds}, ceilings)["step"]}
+    found |= {"peak": measure.peaks(world.device), "first": steps[0].numbers}
+    found["numbers"] = {key: [did.numbers[key] for did in steps] for key in steps[0].numbers}
+    if timed[0].parts:
+        parts = {name: Seconds(tuple(did.parts[name] for did in timed)) for name in timed[0].parts}
+        shares = _shares(plan, plan.needed, plan.done, parts, ceilings)
+        found["parts"] = {
+            name: {
+                "seconds": parts[name].as_dict(), "needed_flop": plan.needed[name].total,
+                "done_flop": plan.done[name].total, "share": shares[name],
+            }
+            for name in parts
+        }  # fmt: skip
+    found |= runner.extra()
     if settings.profile:
-        side.kernels = profile.record(step, world.device)
+        found["kernels"] = profile.record(runner.step, world.device)
+    return found
+
+
+def _shares(
+    plan: Plan, needed: Mapping[str, Work], done: Mapping[str, Work], seconds: Mapping[str, Seconds],
+    ceilings: Mapping[str, float | None],
+) -> dict[str, dict]:  # fmt: skip
+    """Of every part: its rate over each ceiling, by work needed and by work done."""
+    found = {}
+    for name, times in seconds.items():
+        typical = times.median if plan.even else statistics.mean(times.each)
+        works = {"needed": needed[name].total, "done": done[name].total}
+        found[name] = {
+            ceiling: {kind: flop / typical / (rate * 1e12) for kind, flop in works.items()}
+            for ceiling, rate in ceilings.items()
+            if rate
+        }
+    return found
+
+
+def run_both(
+    world: World, settings: TwoSides, plans: Mapping[str, Plan], ceilings: Mapping[str, float | None]
+) -> dict[str, dict]:
+    """The sides that were asked for, by name; the parts of the report."""
+    return {name: run_side(world, name, plans[name], settings, ceilings) for name in settings.chosen}
+
+
+def plain_kernel(device: torch.device) -> Kernel:
+    """Attention of the obvious loop: cuDNN on a GPU."""
+    return resolve("sdpa" if device.type == "cpu" else "cudnn", device)
 
 
 def plain_base(world: World, source: BaseSource) -> PlainModel:
-    """The base as the obvious loop holds it: whole, on the device, with cuDNN's attention on a GPU."""
+    """The base as the obvious loop holds it: whole, on the device."""
     device = world.device
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    kernel = resolve("sdpa" if device.type == "cpu" else "cudnn", device)
-    return PlainModel(build_base(source, device, dtype), kernel.fn)
+    return PlainModel(build_base(source, device, dtype), plain_kernel(device).fn)
 
 
 def summary(sides: Mapping[str, dict]) -> dict:
-    """Ratio of the times, and relative differences of what the steps returned, where both sides ran."""
+    """Ratio of the times (of steps, and of parts), and relative differences of what the steps returned, where both sides
+    ran."""
     if any(name not in sides or "failed" in sides[name] for name in ("plain", "ours")):
         return {}
     plain, ours = sides["plain"], sides["ours"]
@@ -100,14 +149,28 @@ def summary(sides: Mapping[str, dict]) -> dict:
     for key, reference in plain["numbers"].items():
         relative = [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(ours["numbers"][key], reference, strict=True)]
         difference[key] = {"first": relative[0], "most": max(relative)}
-    return {"ratio": ours["seconds"]["median"] / plain["seconds"]["median"], "difference": difference}
+    found = {"ratio": _ratio(ours, plain), "difference": difference}
+    if "parts" in plain:
+        found["part_ratios"] = {name: _ratio(ours["parts"][name], part) for name, part in plain["parts"].items()}
+    return found
 
 
-def compare(device: torch.device, result: Mapping) -> None:
-    """Raises UserError where the first step's losses differ by more than rounding."""
-    found, most = result.get("difference", {}).get("loss", {}).get("first", 0.0), TOLERANCE[device.type]
+def _ratio(ours: Mapping, plain: Mapping) -> float:
+    return ours["seconds"]["median"] / plain["seconds"]["median"]
+
+
+def compare(device: torch.device, result: Mapping, key: str, rounding: Mapping[str, float]) -> None:
+    """Holds the first step's number of both sides against each other.
+
+    Args:
+        rounding: largest relative difference that passes for it, by type of device (bf16 on a GPU, fp32 on the CPU).
+
+    Raises:
+        UserError: it is larger, or not a number.
+    """
+    found, most = result.get("difference", {}).get(key, {}).get("first", 0.0), rounding[device.type]
     if not found <= most:
         raise UserError(
-            f"the two sides do not compute the same: their first losses differ by {found:.2e} of the loss, at most {most:g} "
-            "is rounding; the ratio says nothing. Try --attn sdpa, and a --base-config without options"
+            f"the two sides do not compute the same: {key} of their first steps differs by {found:.2e} of it, at most "
+            f"{most:g} is rounding; the ratio says nothing. Try --attn sdpa, and a --base-config without options"
         )

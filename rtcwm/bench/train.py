@@ -5,13 +5,11 @@ make it from the same flags. The obvious loop (`plain`) reads the same clip, wit
 adapter. Both make the same updates, so their losses have to agree; a speed-up of something else is an error.
 """
 
-from collections.abc import Callable
-
 from rtcwm.bench import measure, profile, report
 from rtcwm.bench.command import TrainBench
 from rtcwm.bench.inputs import Case, Files, files
-from rtcwm.bench.plain import PlainModel, optimizer_of, span_loss, update
-from rtcwm.bench.sides import Side, compare, plain_base, run_side, summary
+from rtcwm.bench.plain import optimizer_of, span_loss, update
+from rtcwm.bench.sides import Did, Plan, Runner, compare, plain_base, run_both, summary
 from rtcwm.bench.work import WHOLE_BLOCKS, span_pairs
 from rtcwm.engine.streams import Streams
 from rtcwm.engine.world import World, program
@@ -22,8 +20,8 @@ from rtcwm.train.order import EpochSampler
 from rtcwm.train.train import Trainer, draw_batch
 from rtcwm.train.train_plan import TrainPlan, prepare
 
-Step = Callable[[], dict[str, float]]
-"""One optimizer step; returns its loss and the norm of its gradient."""
+ROUNDING = {"cuda": 0.01, "cpu": 1e-4}
+"""Largest relative difference of the first losses."""
 
 
 def bench(settings: TrainBench) -> None:
@@ -31,10 +29,9 @@ def bench(settings: TrainBench) -> None:
     with program("rtcwm bench train") as world:
         case = Case.of(settings)
         with files(case, SPAN_CHUNKS, settings.seed) as made:
-            plan = prepare(world, train_config(settings, case, made))
-            result = measured(world, settings, case, plan)
+            result = measured(world, settings, case, prepare(world, train_config(settings, case, made)))
         world.on_main(lambda: report.write(settings.out, result))
-        compare(world.device, result)
+        compare(world.device, result, "loss", ROUNDING)
 
 
 def train_config(settings: TrainBench, case: Case, made: Files) -> TrainConfig:
@@ -52,96 +49,57 @@ def measured(world: World, settings: TrainBench, case: Case, plan: TrainPlan) ->
         raise UserError(
             "--adapter-config: a step of the benchmark is one micro-step; set gradient_accumulation_steps 1"
         )
-    device, rows, pairs = world.device, case.layout.rows, span_pairs(case.layout, plan.config.mask_rule)
-    needed = case.sizes.trained(rows, pairs) * settings.batch
-    result = report.opening("train", settings, case.as_dict() | {"pairs": pairs}, device)
-    result["ceilings"] = measure.ceilings(device)
-    result["work"] = {
-        "forward": vars(case.sizes.forward(rows, pairs) * settings.batch), "needed": vars(needed),
-    }  # fmt: skip
+    rows, pairs = case.layout.rows, span_pairs(case.layout, plan.config.mask_rule)
+    result = report.opening("train", settings, case.as_dict() | {"pairs": pairs}, world.device)
+    result["ceilings"] = measure.ceilings(world.device)
     world.print(f"{report.versions_line(result['machine'])}\n{case.line()}")
+    needed = case.sizes.trained(rows, pairs) * settings.batch
+    result["work"] = {"forward": vars(case.sizes.forward(rows, pairs) * settings.batch), "needed": vars(needed)}
     repeated = {"plain": WHOLE_BLOCKS, "ours": case.sizes.repeated(plan.inputs.base_settings.activations)}
-    starts = {"plain": lambda: plain_step(world, plan), "ours": lambda: our_step(world, plan)}
-    sides: dict[str, Side] = {}
-    for name in settings.chosen:
-        world.print(f"{name}: {settings.warmup} + {settings.steps} steps")
-        done = case.sizes.trained(rows, pairs, repeated[name]) * settings.batch
-        sides[name] = run_side(world, name, starts[name], settings, needed, done)
-    result["sides"] = {name: side.as_dict(result["ceilings"]) for name, side in sides.items()}
+    starts = {"plain": lambda: PlainTraining(world, plan), "ours": lambda: OurTraining(world, plan)}
+    plans = {
+        name: Plan(start, {"step": needed}, {"step": case.sizes.trained(rows, pairs, repeated[name]) * settings.batch})
+        for name, start in starts.items()
+    }
+    result["sides"] = run_both(world, settings, plans, result["ceilings"])
     result |= summary(result["sides"])
-    world.print(step_table(result))
-    for name, side in sides.items():
-        if side.kernels:
-            world.print(
-                f"\n{name}, one step by kernel class (all of it in {settings.profile})\n{side.kernels.classes()}"
-            )
-    if settings.profile:
-        world.on_main(lambda: profile.write(settings.profile, {name: side.kernels for name, side in sides.items()}))
+    world.print(report.comparison(result))
+    profile.finish(world, settings.profile, result["sides"])
     return result
 
 
-def our_step(world: World, plan: TrainPlan) -> Step:
+class OurTraining(Runner):
     """The real program, one step at a time."""
-    trainer = Trainer(world, plan.config, plan)
 
-    def step() -> dict[str, float]:
-        outcome = trainer.train_step()
-        trainer.step += 1
-        return {key: outcome.row[key] for key in ("loss", "grad_norm")}
+    def __init__(self, world: World, plan: TrainPlan):
+        self.trainer = Trainer(world, plan.config, plan)
 
-    return step
+    def step(self) -> Did:
+        outcome = self.trainer.train_step()
+        self.trainer.step += 1
+        return Did({key: outcome.row[key] for key in ("loss", "grad_norm")})
 
 
-def plain_step(world: World, plan: TrainPlan) -> Step:
+class PlainTraining(Runner):
     """The obvious loop over the same samples, noise and learning rates."""
-    config, device = plan.config, world.device
-    model: PlainModel = plain_base(world, plan.inputs.source)
-    adapter = plan.initial_adapter().to(device)
-    settings = plan.adapter_settings
-    optimizer = optimizer_of(adapter, settings.deepspeed["optimizer"]["params"])
-    streams, sampler = Streams(config.seed), EpochSampler(len(plan.samples), world.size, config.seed)
-    done = 0
 
-    def step() -> dict[str, float]:
-        nonlocal done
-        batch = draw_batch(plan, streams, [sampler.next(world.rank) for _ in range(config.batch)])
-        window, noise, levels = batch.window.to(device), batch.noise.to(device), batch.levels
+    def __init__(self, world: World, plan: TrainPlan):
+        self.world, self.plan, self.done = world, plan, 0
+        self.model = plain_base(world, plan.inputs.source)
+        self.adapter = plan.initial_adapter().to(world.device)
+        self.optimizer = optimizer_of(self.adapter, plan.adapter_settings.deepspeed["optimizer"]["params"])
+        self.streams = Streams(plan.config.seed)
+        self.sampler = EpochSampler(len(plan.samples), world.size, plan.config.seed)
+
+    def step(self) -> Did:
+        plan, config, device = self.plan, self.plan.config, self.world.device
+        visits = [self.sampler.next(self.world.rank) for _ in range(config.batch)]
+        batch = draw_batch(plan, self.streams, visits)
+        window, noise = batch.window.to(device), batch.noise.to(device)
+        sigma, weight = batch.levels.sigma.to(device), batch.levels.weight.to(device)
         noises = (noise.video, noise.proxy, noise.picture1)
-        sigma, weight = levels.sigma.to(device), levels.weight.to(device)
-        loss = span_loss(model, adapter, config.mask_rule, window, noises, sigma, weight)
-        lr = learning_rate(done, plan.steps, config.lr, config.lr_min, config.warmup)
-        norm = update(adapter, optimizer, loss, lr, settings.clipping)
-        done += 1
-        return {"loss": loss.item(), "grad_norm": norm}
-
-    return step
-
-
-def step_table(result: dict) -> str:
-    """Both sides next to each other."""
-    ceilings, sides = result["ceilings"], result["sides"]
-    rows = [["", *sides]]
-
-    def line(label: str, cell: Callable[[dict], str]) -> None:
-        rows.append([label, *(side["failed"] if "failed" in side else cell(side) for side in sides.values())])
-
-    line("seconds a step, median", lambda side: report.number(side["seconds"]["median"]))
-    line("  least to most", lambda s: f"{s['seconds']['least']:.3f} to {s['seconds']['most']:.3f}")
-    line("work needed, PFLOP", lambda side: f"{side['needed_flop'] / 1e15:.4g}")
-    line("work done, PFLOP", lambda side: f"{side['done_flop'] / 1e15:.4g}")
-    for key, name in (("data_sheet_tflops", "data sheet"), ("matmul_tflops", "measured product")):
-        if ceilings[key]:
-            for kind in ("needed", "done"):
-                label = f"MFU of the {name}, work {kind} ({ceilings[key]:.4g} TFLOP/s)"
-                line(label, lambda side, key=key, kind=kind: report.number(side["share"][key][kind]))
-    line("peak allocated, GiB", lambda side: report.number(side["peak"]["allocated_gib"], "{:.2f}"))
-    line("peak reserved, GiB", lambda side: report.number(side["peak"]["reserved_gib"], "{:.2f}"))
-    line("peak of the host, GiB", lambda side: report.number(side["peak"]["host_gib"], "{:.2f}"))
-    line("first loss", lambda side: report.number(side["first"]["loss"], "{:.6f}"))
-    line("first |grad|", lambda side: report.number(side["first"]["grad_norm"], "{:.6f}"))
-    told = report.table(rows)
-    if result.get("ratio") is not None:
-        told += f"\nours / plain: {result['ratio']:.3f}"
-    for what, difference in result.get("difference", {}).items():
-        told += f"\nrelative difference of {what}: first step {difference['first']:.2e}, most {difference['most']:.2e}"
-    return told
+        loss = span_loss(self.model, self.adapter, config.mask_rule, window, noises, sigma, weight)
+        lr = learning_rate(self.done, plan.steps, config.lr, config.lr_min, config.warmup)
+        norm = update(self.adapter, self.optimizer, loss, lr, plan.adapter_settings.clipping)
+        self.done += 1
+        return Did({"loss": loss.item(), "grad_norm": norm})
