@@ -13,6 +13,7 @@ from rtcwm.data.make import main_world
 from rtcwm.errors import UserError
 from rtcwm.evaluate.command import main_evaluate
 from rtcwm.prepare.command import main_prepare
+from rtcwm.recipe.command import main_recipe
 from rtcwm.train.world_base import main_world_base
 
 COMMANDS = {
@@ -21,6 +22,7 @@ COMMANDS = {
     "clips": {"check": main_check},
     "evaluate": main_evaluate,
     "bench": BENCH,
+    "recipe": main_recipe,
     "world-base": main_world_base,
     "export": main_export,
     "adapter": {"show": main_show, "diff": main_diff, "fuse": main_fuse},
