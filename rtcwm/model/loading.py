@@ -24,6 +24,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from rtcwm.errors import UserError
+from rtcwm.model import foreign_base
+from rtcwm.model.tensor_files import refuse_pickle
 
 FP32_ISLAND = ("proj_in", "audio_proj_in", "time_embedder", "proj_out", "audio_proj_out")
 """Top-level modules that stay fp32 in a bf16 base: 17.2M parameters of the release."""
@@ -85,9 +87,12 @@ class FolderSource:
     def __init__(self, folder: Path, description: str | None = None):
         inner = folder / "transformer_ref"
         self.folder = inner if (inner / "config.json").is_file() else folder
+        index = self.folder / WEIGHTS_INDEX
+        there = index.is_file() or (self.folder / WEIGHTS_FILE).is_file()
+        if not there and (told := foreign_base.explain(self.folder)):
+            raise UserError(told)
         self.config = read_config(self.folder / "config.json")
         self.description = description or str(folder)
-        index = self.folder / WEIGHTS_INDEX
         if index.is_file():
             self.files = json.loads(index.read_text())["weight_map"]
         elif (self.folder / WEIGHTS_FILE).is_file():
@@ -98,6 +103,8 @@ class FolderSource:
                 f"{self.folder} has a config but neither {WEIGHTS_FILE} nor {WEIGHTS_INDEX}; "
                 "a base in another layout is converted with diffusers first"
             )
+        if told := foreign_base.explain_names(self.folder, self.files):
+            raise UserError(told)
         self._check_shapes()
         self.fingerprint = self._fingerprint()
 
@@ -157,6 +164,8 @@ def open_base(base: str) -> BaseSource:
         return SeededSource(read_config(path), description=f"random weights for {path}")
     if path.is_dir():
         return FolderSource(path)
+    if path.is_file() and (told := foreign_base.explain(path)):
+        raise UserError(f"--base {base}: {told}")
     raise UserError(
         f"--base {base}: expected 'embedded', a diffusers H3 folder or a config .json, and found none of them"
     )
@@ -278,6 +287,7 @@ def _fill(source: BaseSource, name: str, target: torch.Tensor) -> None:
 
 def _open_weights(path: Path):
     try:
+        refuse_pickle(path)
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise UserError(f"base weights {path} cannot be read ({error}); copy the file again") from error
