@@ -22,6 +22,10 @@ BACKWARD = 2.5
 """Work of attention's backward pass over its forward pass: five products for two."""
 
 
+INNER = {"cuda": 5, "cpu": 1}
+"""Calls in a row that one time is the mean of."""
+
+
 def bench(settings: Settings) -> None:
     """Times and checks the kernels, prints a table and writes the JSON file."""
     with program("rtcwm bench attention") as world:
@@ -35,6 +39,8 @@ def bench(settings: Settings) -> None:
             try:
                 kernel = resolve(name, device)
             except UserError as missing:
+                if settings.attn != "auto":
+                    raise
                 world.print(f"{name} is left out: {missing}")
                 continue
             errors = {rule: parity(kernel, device, dtype_of(device), rule)._asdict() for rule in RULES}
@@ -64,13 +70,16 @@ def measured(kernel: Kernel, case: Case, settings: Settings, device: torch.devic
 
     found = {"why": kernel.why}
     for name, call, work in (("forward", forward, flop), ("both", both, flop * (1 + BACKWARD))):
+        measure.release(device)
+        measure.reset_peaks(device)
         try:
-            seconds = measure.timed(call, device, settings.warmup, settings.steps)
+            seconds = measure.timed(call, device, settings.warmup, settings.steps, INNER[device.type])
         except torch.OutOfMemoryError:
             found[name] = {"failed": "out of memory"}
             continue
-        found[name] = {"seconds": seconds.as_dict(), "tflops": work / seconds.median / 1e12}
-    measure.release(device)
+        found[name] = {
+            "seconds": seconds.as_dict(), "tflops": work / seconds.median / 1e12, "peak": measure.peaks(device),
+        }  # fmt: skip
     return found
 
 
@@ -87,7 +96,8 @@ def random_qkv(rows: int, heads: int, width: int, device: torch.device, seed: in
 
 
 def kernel_table(result: dict) -> str:
-    rows = [["kernel", "forward ms", "TFLOP/s", "with backward ms", "TFLOP/s", "error out", "error dq dk dv, most"]]
+    columns = "kernel; forward ms; TFLOP/s; with backward ms; TFLOP/s; error out; error dq dk dv, most; peak GiB"
+    rows = [columns.split("; ")]
     for name, found in result["kernels"].items():
         cells = []
         for part in ("forward", "both"):
@@ -97,6 +107,14 @@ def kernel_table(result: dict) -> str:
                 cells += [f"{found[part]['seconds']['median'] * 1e3:.3f}", f"{found[part]['tflops']:.4g}"]
         errors = found["parity"].values()
         worst = max(error[key] for error in errors for key in ("dq", "dk", "dv"))
-        rows.append([name, *cells, f"{max(error['out'] for error in errors):.2e}", f"{worst:.2e}"])
+        rows.append(
+            [
+                name,
+                *cells,
+                f"{max(error['out'] for error in errors):.2e}",
+                f"{worst:.2e}",
+                report.number(found["both"].get("peak", {}).get("allocated_gib"), "{:.2f}"),
+            ]
+        )
     ceiling = result["ceilings"]["matmul_tflops"]
     return f"{report.table(rows)}\na large matrix product here: {ceiling:.4g} TFLOP/s"

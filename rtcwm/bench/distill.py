@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rtcwm.bench import measure, profile, report
 from rtcwm.bench.chunks import STEADY, StreamCase, attention_ceiling, chunk_work, steady, stream_case
-from rtcwm.bench.command import DistillBench
+from rtcwm.bench.command import DistillBench, require
 from rtcwm.bench.inputs import Case, Files, files, random_adapter
 from rtcwm.bench.plain_distill import PlainDistillation
 from rtcwm.bench.plain_stream import PlainStream, plain_rollout
@@ -28,7 +28,7 @@ from rtcwm.train.distill import Distiller, Draws, Timed
 from rtcwm.train.distill_plan import DistillPlan, prepare
 from rtcwm.train.order import Visit
 from rtcwm.train.span import SpanNoise, batch_noise, stack
-from rtcwm.train.teacher import Rolled, Teacher
+from rtcwm.train.teacher import Rolled, Teacher, window_chunks
 
 ROUNDING = {"cuda": 0.05, "cpu": 1e-3}
 """Largest relative difference of the critic's first loss: it looks at a whole rollout, whose chunks build on each other."""
@@ -40,6 +40,11 @@ STEADY_CHUNKS = STEADY + 3
 def bench(settings: DistillBench) -> None:
     """Runs the sides that were asked for, prints a table and writes the JSON file."""
     with program("rtcwm bench distill") as world:
+        least = window_chunks(settings.teacher_kind)
+        require(
+            settings.chunks >= least,
+            f"--chunks {settings.chunks}: a {settings.teacher_kind} teacher's window takes {least}; set at least that many",
+        )
         case = Case.of(settings)
         with files(case, settings.chunks, settings.seed) as made:
             result = measured(world, settings, case, prepare(world, distill_config(settings, case, made)))

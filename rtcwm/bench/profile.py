@@ -104,7 +104,8 @@ def record(step: Callable[[], object], device: torch.device) -> Kernels:
         return Kernels(wall, sums, max(0.0, wall - sum(seconds for seconds, _ in sums.values())), 0.0)
     spans = []
     for event in profiler.events():
-        if event.device_type == DeviceType.CUDA:
+        # An annotation spans the kernels that it names; they would count twice.
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
             span = (event.time_range.start / 1e6, event.time_range.end / 1e6)
             seconds, calls = sums.get(event.name, (0.0, 0))
             sums[event.name] = (seconds + span[1] - span[0], calls + 1)
