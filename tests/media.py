@@ -16,7 +16,7 @@ from transformers import Qwen2TokenizerFast, Qwen2VLImageProcessorPil, Qwen3VLCo
 
 from rtcwm.data import duv
 
-HEIGHT, WIDTH, PROXY = 64, 128, (32, 32)
+HEIGHT, WIDTH, PROXY = 32, 64, (32, 32)
 SPECIAL = ("im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
 CHAT = "{% for turn in messages %}<|im_start|>{{ turn.role }}\n{{ turn.content }}<|im_end|>\n{% endfor %}"
 

@@ -19,7 +19,9 @@ from transformers import Qwen2TokenizerFast, Qwen3VLForConditionalGeneration
 from rtcwm.errors import UserError
 from rtcwm.prepare.captions import canonical, from_start, read_caption
 from rtcwm.prepare.sources import Source
-from rtcwm.prepare.text import TextEncoder, text_identity
+from rtcwm.prepare.text import TextEncoder
+from rtcwm.prepare.weights import text_identity
+from rtcwm.prepare.work import short_edge_size
 
 CAPTION = "[0.00s] A square.\r\n[1.42s] Sky \u2013 and <Picture 1>: a road."
 
@@ -155,8 +157,6 @@ def test_a_start_frame_counts_its_seconds_from_its_picture():
 
 
 def test_setup_of_diffusers_scales_a_reference_as_the_2048_picture_is(plain):
-    from rtcwm.prepare.work import short_edge_size
-
     block = MiniMaxH3Ref2VASetupStep()
     for height, width in ((768, 1344), (704, 1280), (64, 96), (300, 200)):
         pipeline, state = block.init_pipeline(), PipelineState()

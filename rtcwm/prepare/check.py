@@ -15,8 +15,7 @@ from rtcwm.prepare.proxies import open_proxy, read_proxy
 from rtcwm.prepare.settings import Settings
 from rtcwm.prepare.sources import Source
 from rtcwm.prepare.vae import LOOK_AHEAD, VideoCodec
-from rtcwm.prepare.video import probe, read
-from rtcwm.prepare.work import psnr
+from rtcwm.prepare.video import probe, psnr, read
 
 try:
     from PIL import Image, ImageDraw, ImageFont

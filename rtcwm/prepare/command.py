@@ -1,5 +1,5 @@
-"""`rtcwm prepare`: its flags. The work is in `run.py`, imported when the command runs: it brings transformers along,
-which takes seconds that other commands need not spend."""
+"""`rtcwm prepare`: its flags. The work is in `run.py`, imported when the command runs: it brings PyAV and
+PyTorch along, and its workers transformers."""
 
 import sys
 from pathlib import Path
@@ -57,7 +57,6 @@ def main_prepare(
         device: cpu, cuda, or auto: all GPUs where there are any.
         check: decode so many chunks back and draw them next to their source (prepare_check.png).
     """
-    from rtcwm.prepare.check import check as check_chunks
     from rtcwm.prepare.run import device_of, open_models, run
     from rtcwm.prepare.settings import Settings, parse_size
 
@@ -78,6 +77,8 @@ def main_prepare(
     report.print(out)
     if check and sources and not report.stopped:
         import torch
+
+        from rtcwm.prepare.check import check as check_chunks
 
         gpus = torch.cuda.device_count() if device != "cpu" else 0
         for chunk, found in check_chunks(out, sources, models.vae, settings, check, device_of(0, gpus)).items():

@@ -1,48 +1,40 @@
 """A preparation from beginning to end: find the clips, leave out what is done, encode the rest on all processes.
 
 Sources are hashed and their headers read before a model is loaded, so that a repeated command on finished clips takes
-seconds and most refusals come at once. Each worker process loads the models on a GPU of its own and takes the next clip
+seconds and most refusals come at once; this process never imports the models' libraries unless it encodes itself. Each worker process loads the models on a GPU of its own and takes the next clip
 when it is done with one. A clip's files depend on its sources, the settings and the weights alone, so that any number of
 workers, and any number of interruptions, end in the same files.
 """
 
 import multiprocessing
 import os
+import signal
 import threading
-import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from rtcwm.data.clips import open_clips
 from rtcwm.errors import UserError
 from rtcwm.prepare.folder import claim, finish, hash_sources, notes_if_done, open_folder
+from rtcwm.prepare.jobs import Job, Models, Outcome, StorageFault
 from rtcwm.prepare.report import Progress, Report
-from rtcwm.prepare.settings import LEAST_PROXY, Settings, geometry_of, key_of
+from rtcwm.prepare.settings import Settings, check_target, key_of
 from rtcwm.prepare.sources import Refusal, Source, find
-from rtcwm.prepare.text import text_identity
-from rtcwm.prepare.vae import codec_identity
 from rtcwm.prepare.video import shown_size
-from rtcwm.prepare.weights import component
-from rtcwm.prepare.work import Encoders, Job, Models, StorageFault, prepare_clip
+from rtcwm.prepare.weights import codec_identity, component, text_identity
 
+if TYPE_CHECKING:
+    from rtcwm.prepare.work import Encoders
+
+START_METHOD = "spawn"  # a forked child cannot use a GPU that its parent has touched
 READERS = 8  # threads that hash and read headers; the disk is the bound
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one clip: its remarks, or why it was refused (`trace` where nobody foresaw that)."""
-
-    clip: str
-    notes: tuple[str, ...] = ()
-    reason: str | None = None
-    trace: str | None = None
 
 
 def open_models(model: Path, vae: Path | None, text_encoder: Path | None, layer: int) -> Models:
@@ -122,7 +114,7 @@ def plan(out: Path, sources: list[Source], models: Models, settings: Settings, r
     def look(source: Source) -> tuple[dict[str, str], tuple[int, int]] | UserError | OSError:
         try:
             size = settings.size or shown_size(source.target)
-            geometry_of(size, settings.proxy_size or (LEAST_PROXY, LEAST_PROXY), source.target)
+            check_target(size, source.target)
             return hash_sources(source), size
         except (UserError, OSError) as fault:
             return fault
@@ -140,7 +132,7 @@ def plan(out: Path, sources: list[Source], models: Models, settings: Settings, r
             hashes, size = found
             if size != usual:
                 raise UserError(
-                    f"{source.target} is {size[1]}x{size[0]}, but {sizes[usual]} of {len(sources)} clips are "
+                    f"{source.target} is {size[1]}x{size[0]}, but {sizes[usual]} of {sizes.total()} clips are "
                     f"{usual[1]}x{usual[0]}: prepare one size into one folder, or scale with --size"
                 )
             key = key_of(settings, hashes, models.codec_identity, models.text_identity, size)
@@ -151,8 +143,14 @@ def plan(out: Path, sources: list[Source], models: Models, settings: Settings, r
                 report.kept.append(source.id)
                 report.notes |= {source.id: notes} if notes else {}
         except (UserError, OSError) as fault:
-            report.refused.append(Refusal(source.id, source.origin, str(fault)))
+            refuse(report, out, source, str(fault))
     return jobs
+
+
+def refuse(report: Report, out: Path, source: Source, reason: str) -> None:
+    """Note a refusal; what was prepared of the clip before is not touched."""
+    stays = "; its earlier version stays" if (out / source.id).is_dir() else ""
+    report.refused.append(Refusal(source.id, source.origin, reason + stays))
 
 
 def encode_all(
@@ -161,33 +159,32 @@ def encode_all(
     """Prepare the clips, filling the report; a full disk or a dead worker ends it early and is told there."""
     if not jobs:
         return
-    progress, origins = Progress({job.source.id: job.weight for job in jobs}), {job.source.id: job for job in jobs}
-    outcomes = (
-        spread(out, jobs, models, settings, workers, gpus) if workers > 1 else alone(out, jobs, models, settings, gpus)
+    progress, sources = (
+        Progress({job.source.id: job.weight for job in jobs}),
+        {job.source.id: job.source for job in jobs},
     )
+    given = out, jobs, models, settings, gpus
     try:
-        for outcome in outcomes:
+        for outcome in spread(*given, workers) if workers > 1 else alone(*given):
             progress.step(outcome.clip)
             if outcome.reason is not None:
-                report.refused.append(Refusal(outcome.clip, origins[outcome.clip].source.origin, outcome.reason))
+                refuse(report, out, sources[outcome.clip], outcome.reason)
                 report.traces |= {outcome.clip: outcome.trace} if outcome.trace else {}
             else:
                 report.prepared.append(outcome.clip)
                 report.notes |= {outcome.clip: list(outcome.notes)} if outcome.notes else {}
     except StorageFault as fault:
-        report.stopped = (
-            f"{fault}. {len(report.prepared)} clips are whole and stay: make room, then start the same command again"
-        )
+        report.stopped = f"{fault}; make room, then start the same command again"
+    except UserError as fault:  # the models cannot be loaded
+        report.stopped = str(fault)
     except BrokenProcessPool:
-        report.stopped = (
-            f"a worker process died, most likely for lack of host memory; {len(report.prepared)} clips are whole and stay: "
-            "start the same command again with fewer --workers"
-        )
+        report.stopped = "a worker process died, most likely for lack of host memory; start the same command again with fewer --workers"
     except torch.OutOfMemoryError as fault:
-        report.stopped = (
-            f"the GPU is full ({str(fault).splitlines()[0]}); the clips made so far stay: free it, or use one with more "
-            "memory, then start the same command again"
-        )
+        report.stopped = f"the GPU is full ({str(fault).splitlines()[0]}); free it, or use one with more memory"
+    except KeyboardInterrupt:
+        report.stopped = "interrupted; the same command goes on from here"
+    if report.stopped:
+        report.stopped += f" ({len(report.prepared) + len(report.kept)} clips are whole and stay)"
 
 
 def device_of(index: int, gpus: int) -> torch.device:
@@ -195,35 +192,24 @@ def device_of(index: int, gpus: int) -> torch.device:
     return torch.device("cuda", index % gpus) if gpus else torch.device("cpu")
 
 
-def attempt(out: Path, job: Job, encoders: Encoders) -> Outcome:
-    """Prepare a clip; what is wrong with it is its own affair, what is wrong with the machine is raised."""
-    try:
-        return Outcome(job.source.id, prepare_clip(out, job, encoders))
-    except (StorageFault, torch.OutOfMemoryError):
-        raise
-    except UserError as fault:
-        return Outcome(job.source.id, reason=str(fault))
-    except Exception as fault:  # one odd clip must not end a preparation of thousands
-        reason = f"unforeseen {type(fault).__name__}: {fault} (traceback in the report)"
-        return Outcome(job.source.id, reason=reason, trace=traceback.format_exc())
-
-
 def alone(out: Path, jobs: list[Job], models: Models, settings: Settings, gpus: int) -> Iterator[Outcome]:
     """Prepare clips in this process."""
+    from rtcwm.prepare.work import Encoders, attempt
+
     encoders = Encoders(models, settings, device_of(0, gpus))
     for job in jobs:
         yield attempt(out, job, encoders)
 
 
-WORKER: list[Encoders] = []
-"""The models of a worker process."""
+WORKER: list["Encoders | Exception"] = []
+"""The models of a worker process, or why they could not be loaded."""
 
 
 def spread(
-    out: Path, jobs: list[Job], models: Models, settings: Settings, workers: int, gpus: int
+    out: Path, jobs: list[Job], models: Models, settings: Settings, gpus: int, workers: int
 ) -> Iterator[Outcome]:
     """Prepare clips on worker processes, yielding each as it is done."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(START_METHOD)
     threads = max(1, len(os.sched_getaffinity(0)) // workers)
     given = (context.Value("i", 0), models, settings, gpus, threads)
     with ProcessPoolExecutor(workers, context, start_worker, given) as pool:
@@ -238,11 +224,19 @@ def spread(
 def start_worker(counter, models: Models, settings: Settings, gpus: int, threads: int) -> None:
     """Load the models of a worker, and tie its life to its parent's: a worker that outlived a killed parent would hold
     its GPU and write into a folder that is no longer locked."""
+    from rtcwm.prepare.work import Encoders
+
     threading.Thread(target=leave_with_parent, daemon=True).start()
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all: the parent takes no further clip, these finish theirs
     torch.set_num_threads(threads)
     with counter.get_lock():
         index, counter.value = counter.value, counter.value + 1
-    WORKER.append(Encoders(models, settings, device_of(index, gpus)))
+    try:
+        WORKER.append(Encoders(models, settings, device_of(index, gpus)))
+    except Exception as fault:  # raised by the first clip: a pool tells nothing of an initializer's fault
+        WORKER.append(fault)
 
 
 def leave_with_parent() -> None:
@@ -251,4 +245,8 @@ def leave_with_parent() -> None:
 
 
 def work(out: Path, job: Job) -> Outcome:
+    from rtcwm.prepare.work import attempt
+
+    if isinstance(WORKER[0], Exception):
+        raise WORKER[0]
     return attempt(out, job, WORKER[0])

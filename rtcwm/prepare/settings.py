@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 
 from rtcwm.data.world import proxy_size
 from rtcwm.errors import UserError
-from rtcwm.model.layout import PIXELS_PER_LATENT, Geometry
+from rtcwm.model.layout import PATCH, PIXELS_PER_LATENT
 
 VERSION = 1  # of the recipe: raised when the same sources and settings give other files
+TARGET_MULTIPLE = PATCH[1] * PIXELS_PER_LATENT  # pixels: targets are packed without padding
 LEAST_PROXY = 2 * PIXELS_PER_LATENT  # the VAE's reflecting pads need two latent pixels
 
 
@@ -32,7 +33,14 @@ class Settings:
     def __post_init__(self) -> None:
         starts_of(self.starts, 10**9)
         if self.size:
-            geometry_of(self.size, self.proxy_of(self.size), "--size")
+            check_target(self.size, "--size")
+        if self.proxy_size and (
+            min(self.proxy_size) < LEAST_PROXY or any(side % PIXELS_PER_LATENT for side in self.proxy_size)
+        ):
+            raise UserError(
+                f"--proxy-size is {self.proxy_size[1]}x{self.proxy_size[0]}; width and height have to be multiples of "
+                f"{PIXELS_PER_LATENT}, from {LEAST_PROXY} on"
+            )
 
     def proxy_of(self, size: tuple[int, int]) -> tuple[int, int]:
         """Height and width of the proxy of a target of this size: a quarter, unless it was given."""
@@ -53,20 +61,13 @@ def parse_size(text: str | None, flag: str) -> tuple[int, int] | None:
     return int(match[2]), int(match[1])
 
 
-def geometry_of(size: tuple[int, int], proxy: tuple[int, int], name: object) -> Geometry:
-    """Latent sizes of a target and its proxy; UserError, opened by `name`, for sizes that the model cannot take."""
-    try:
-        geometry = Geometry.from_pixels(*size, *proxy)
-    except UserError as fault:
+def check_target(size: tuple[int, int], name: object) -> None:
+    """UserError, opened by `name`, for a target size in pixels that the model cannot take."""
+    if min(size) < 1 or any(side % TARGET_MULTIPLE for side in size):
         raise UserError(
-            f"{name} is {size[1]}x{size[0]} with a proxy of {proxy[1]}x{proxy[0]}: {fault}; width and height of a target "
-            "have to be multiples of 32: cut or scale the video, or let --size scale it"
-        ) from fault
-    if min(proxy) < LEAST_PROXY:
-        raise UserError(
-            f"a proxy of {proxy[1]}x{proxy[0]} is too small for the VAE: expected {LEAST_PROXY} pixels or more"
+            f"{name} is {size[1]}x{size[0]}; width and height of a target have to be multiples of {TARGET_MULTIPLE}: cut "
+            "or scale the video, or let --size scale it"
         )
-    return geometry
 
 
 def starts_of(rule: str, chunks: int) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from rtcwm.errors import UserError
 from rtcwm.model.layout import TEXT_TAG, VIDEO_TAG
 from rtcwm.prepare.extra import missing
-from rtcwm.prepare.weights import fingerprint, weight_files
+from rtcwm.prepare.weights import weight_files
 
 try:
     from diffusers.modular_pipelines.minimax_h3.encoders import get_qwen3vl_prompt_embeds
@@ -31,7 +31,6 @@ except ImportError as error:
     raise missing("transformers 5.24 or newer", error) from error
 
 BODY = "\ue000"  # stands for the user's turn in the chat template; a private character that no prompt holds
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 class PictureProcessor(ProcessorMixin):
@@ -41,13 +40,6 @@ class PictureProcessor(ProcessorMixin):
         self.image_token_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
         self.video_token_id = tokenizer.convert_tokens_to_ids("<|video_pad|>")
         super().__init__(image_processor, tokenizer)
-
-
-def text_identity(folder: Path, tokenizer: Path, processor: Path, layer: int) -> dict[str, str]:
-    """{name, hash} of a text encoder with its tokenizer and picture processor, as clips carry it."""
-    files = sorted(file for file in tokenizer.iterdir() if file.suffix in (".json", ".txt", ".jinja"))
-    files += [processor / name for name in PROCESSOR_FILES if (processor / name).is_file()]
-    return {"name": f"qwen3-vl[{layer}]", "hash": fingerprint(folder, *(file.read_bytes() for file in files))}
 
 
 class TextEncoder:
@@ -77,6 +69,7 @@ class TextEncoder:
         """
         weight_files(folder)
         logging.set_verbosity_error()  # says of every unread layer that it was not loaded
+        logging.disable_progress_bar()  # of a few seconds, once a process
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         layers = getattr(config, "text_config", config).num_hidden_layers
         if config.model_type != "qwen3_vl" or layers <= layer:

@@ -21,7 +21,7 @@ from torch import Tensor
 from rtcwm.errors import UserError
 from rtcwm.model.layout import CHUNK_LATENTS, CLIP_FRAMES, LATENT_CHANNELS, PIXELS_PER_LATENT, frames_of
 from rtcwm.prepare.extra import missing
-from rtcwm.prepare.weights import fingerprint, weight_files
+from rtcwm.prepare.weights import weight_files
 
 try:  # diffusers asks for these when its H3 blocks are imported
     from diffusers import AutoencoderKLMiniMaxH3
@@ -30,15 +30,9 @@ try:  # diffusers asks for these when its H3 blocks are imported
 except ImportError as error:
     raise missing("transformers", error) from error
 
-NAME = "minimax-h3-vae"
 PIXEL_MEAN, PIXEL_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 CONDITION_SEED = 42
 LOOK_AHEAD = 2  # latents of the next chunk that decoding a chunk reads
-
-
-def codec_identity(folder: Path) -> dict[str, str]:
-    """{name, hash} of a VAE folder, as clips carry it."""
-    return {"name": NAME, "hash": fingerprint(folder)}
 
 
 class VideoCodec:

@@ -77,7 +77,8 @@ def probe(path: Path) -> Film:
     stamps, packets, damaged, turn = [], 0, 0, 0.0
     with opened(path) as file:
         stream = file.streams.video[0]
-        promised, clock, told = stream.frames, stream.time_base, file.duration
+        promised, clock = stream.frames, stream.time_base
+        told = file.duration if len(file.streams) == 1 else None  # of the longest stream, in microseconds
         try:
             for packet in file.demux(stream):
                 packets += packet.size > 0
@@ -181,3 +182,9 @@ def scaled(picture: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     if picture.shape[:2] == size:
         return np.ascontiguousarray(picture)
     return np.asarray(Image.fromarray(np.ascontiguousarray(picture)).resize(size[::-1], Image.Resampling.LANCZOS))
+
+
+def psnr(one: np.ndarray, other: np.ndarray) -> float:
+    """Peak signal to noise ratio of uint8 pictures in dB, infinite for equal ones."""
+    error = np.square(one.astype(np.float64) - other).mean()
+    return float("inf") if error == 0 else float(10 * np.log10(255**2 / error))

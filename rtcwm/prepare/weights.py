@@ -16,6 +16,7 @@ from rtcwm.errors import UserError
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 PASSING = ("_name_or_path", "_diffusers_version", "transformers_version")
 """Keys of a config that change without the model changing."""
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def component(model: Path, name: str, given: Path | None) -> Path:
@@ -84,3 +85,15 @@ def fingerprint(folder: Path, *more: bytes) -> str:
     for part in more:
         digest.update(hashlib.sha256(part).digest())
     return digest.hexdigest()[:16]
+
+
+def codec_identity(folder: Path) -> dict[str, str]:
+    """{name, hash} of a VAE, as clips carry it."""
+    return {"name": "minimax-h3-vae", "hash": fingerprint(folder)}
+
+
+def text_identity(folder: Path, tokenizer: Path, processor: Path, layer: int) -> dict[str, str]:
+    """{name, hash} of a text encoder with its tokenizer and picture processor, as clips carry it."""
+    files = sorted(file for file in tokenizer.iterdir() if file.suffix in (".json", ".txt", ".jinja"))
+    files += [processor / name for name in PROCESSOR_FILES if (processor / name).is_file()]
+    return {"name": f"qwen3-vl[{layer}]", "hash": fingerprint(folder, *(file.read_bytes() for file in files))}

@@ -1,8 +1,8 @@
 """One clip from its sources to its folder: what a worker process does."""
 
 import json
+import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +15,12 @@ from rtcwm.errors import UserError
 from rtcwm.model.layout import CLIP_FRAMES, FPS
 from rtcwm.prepare.captions import from_start, read_caption
 from rtcwm.prepare.extra import missing
+from rtcwm.prepare.jobs import Job, Models, Outcome, StorageFault
 from rtcwm.prepare.proxies import Conditions, check_report, frame_count, open_proxy, read_proxy
-from rtcwm.prepare.settings import VERSION, Settings, geometry_of, starts_of
-from rtcwm.prepare.sources import Source
+from rtcwm.prepare.settings import TARGET_MULTIPLE, VERSION, Settings, starts_of
 from rtcwm.prepare.text import TextEncoder
 from rtcwm.prepare.vae import VideoCodec, finite
-from rtcwm.prepare.video import Film, probe, read, scaled
+from rtcwm.prepare.video import Film, probe, psnr, read, scaled
 
 try:
     from PIL import Image
@@ -28,37 +28,8 @@ except ImportError as error:
     raise missing("pillow", error) from error
 
 SHORT_EDGE = 2048  # of a reference picture at the released model's own resolution
-MULTIPLE = 32
 SLACK_FRAMES = 2  # by which a proxy and its target may differ in length
 FAR_FROM_FRAME_DB = 20.0
-
-
-class StorageFault(UserError):
-    """The output could not be written; going on with the next clip would not help."""
-
-
-@dataclass(frozen=True)
-class Models:
-    """Folders of the parts, and the {name, hash} that clips carry of what made them."""
-
-    vae: Path
-    text_encoder: Path
-    tokenizer: Path
-    processor: Path
-    codec_identity: Mapping[str, str]
-    text_identity: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Job:
-    """A clip to prepare: its files' hashes by role, its key, the size its target has to have (height, width), and the
-    bytes of its target, for the estimate of the time left."""
-
-    source: Source
-    hashes: Mapping[str, str]
-    key: str
-    size: tuple[int, int]
-    weight: int
 
 
 class Encoders:
@@ -76,7 +47,9 @@ class Encoders:
 def short_edge_size(height: int, width: int, edge: int) -> tuple[int, int]:
     """(height, width) with this short edge, sides rounded to 32, as diffusers scales a reference picture."""
     scale = edge / min(height, width)
-    return tuple(max(MULTIPLE, round(side * scale / MULTIPLE) * MULTIPLE) for side in (height, width))
+    return tuple(
+        max(TARGET_MULTIPLE, round(side * scale / TARGET_MULTIPLE) * TARGET_MULTIPLE) for side in (height, width)
+    )
 
 
 def prepare_clip(out: Path, job: Job, encoders: Encoders) -> tuple[str, ...]:
@@ -138,7 +111,6 @@ def measure(job: Job, settings: Settings) -> tuple[Film, Film | Conditions, int,
     elif found != job.size:
         raise UserError(f"{source.target} is shown {film.width}x{film.height}, other clips {job.size[1]}x{job.size[0]}")
     height, width = settings.proxy_of(job.size)
-    geometry_of(job.size, (height, width), source.target)
     if isinstance(proxy, Film):
         if (proxy.height, proxy.width) != (height, width):
             raise UserError(
@@ -216,12 +188,6 @@ def read_anchor(path: Path, frame: np.ndarray) -> tuple[np.ndarray, tuple[str, .
     return anchor, tuple(notes)
 
 
-def psnr(one: np.ndarray, other: np.ndarray) -> float:
-    """Peak signal to noise ratio of uint8 pictures in dB, infinite for equal ones."""
-    error = np.square(one.astype(np.float64) - other).mean()
-    return float("inf") if error == 0 else float(10 * np.log10(255**2 / error))
-
-
 def read_report(path: Path) -> dict:
     """A clip's report; UserError where it is no JSON object."""
     try:
@@ -241,3 +207,16 @@ def kept_flags(folder: Path, hashes: Mapping[str, str]) -> list[dict]:
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return old.get("flagged", []) if same else []
+
+
+def attempt(out: Path, job: Job, encoders: Encoders) -> Outcome:
+    """Prepare a clip; what is wrong with it is its own affair, what is wrong with the machine is raised."""
+    try:
+        return Outcome(job.source.id, prepare_clip(out, job, encoders))
+    except (StorageFault, torch.OutOfMemoryError):
+        raise
+    except UserError as fault:
+        return Outcome(job.source.id, reason=str(fault))
+    except Exception as fault:  # one odd clip must not end a preparation of thousands
+        reason = f"unforeseen {type(fault).__name__}: {fault} (traceback in the report)"
+        return Outcome(job.source.id, reason=reason, trace=traceback.format_exc())
