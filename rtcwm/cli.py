@@ -9,6 +9,7 @@ from rtcwm.adapters.export import main_export, main_fuse
 from rtcwm.adapters.inspect import main_diff, main_show
 from rtcwm.bench.command import BENCH
 from rtcwm.curate.check import main_check
+from rtcwm.curate.imports import main_import
 from rtcwm.data.make import main_world
 from rtcwm.errors import UserError
 from rtcwm.evaluate.command import main_evaluate
@@ -19,7 +20,7 @@ from rtcwm.train.world_base import main_world_base
 COMMANDS = {
     "world": main_world,
     "prepare": main_prepare,
-    "clips": {"check": main_check},
+    "clips": {"check": main_check, "import": main_import},
     "evaluate": main_evaluate,
     "bench": BENCH,
     "recipe": main_recipe,
@@ -29,7 +30,7 @@ COMMANDS = {
 }
 LEADING = {
     ("export",): ("file",), ("adapter", "show"): ("file",), ("adapter", "fuse"): ("file",),
-    ("adapter", "diff"): ("first", "second"), ("clips", "check"): ("folder",),
+    ("adapter", "diff"): ("first", "second"), ("clips", "check"): ("folder",), ("clips", "import"): ("source",),
 }  # fmt: skip
 """Arguments that may stand right after a command, without their flags."""
 SWITCHES = ("--flag",)
