@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import MiniMaxH3Transformer3DModel
-from launch import BIN, environment
+from launch import environment
 from ranks import CONTEXT
 from small import CONFIG, random_window, small_model
 from torch.utils.flop_counter import FlopCounterMode
@@ -175,18 +174,10 @@ def test_rows_of_the_default_case():
 
 
 def test_attention(base, tmp_path):
-    """The installed command, as a user starts it."""
-    out = tmp_path / "attention.json"
-    flags = SMALL | {"base": base, "out": out}
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    done = subprocess.run(
-        [str(BIN / "rtcwm"), "bench", "attention", *words], capture_output=True, text=True, env=environment()
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text())
+    found, text = bench("attention", base, tmp_path / "attention.json")
     assert set(found["kernels"]) == {"sdpa", "flex"}
     for name in set(KERNELS) - {"sdpa", "flex"}:
-        assert f"{name} is left out" in done.stdout
+        assert f"{name} is left out" in text
     layout = stream_layout(Geometry(4, 6, 1, 2), (4, 6), 6, (1,) * 5, 170)
     pairs = int(boolean_mask(layout, "E").sum())
     assert found["case"]["rows"] == layout.rows and found["case"]["pairs"] == pairs
@@ -228,7 +219,7 @@ def test_train_takes_the_same_steps_on_both_sides(base, tmp_path):
 
 
 def test_distill_takes_the_same_iterations_on_both_sides(base, tmp_path):
-    flags = {"chunks": 8, "grad-chunks": 2, "critic-per-gen": 2, "steps": 1, "profile": tmp_path / "kernels.txt"}
+    flags = {"chunks": 8, "grad-chunks": 2, "critic-per-gen": 2, "steps": 1}
     found, text = bench("distill", base, tmp_path / "distill.json", **flags)
     assert set(found["sides"]) == {"plain", "ours"} and found["ratio"] > 0
     for key in ("dmd", "student_norm", "critic", "critic_norm"):
@@ -244,7 +235,7 @@ def test_distill_takes_the_same_iterations_on_both_sides(base, tmp_path):
         assert sum(parts) == pytest.approx(side["seconds"]["median"], rel=0.1)
         chunk = side["no_grad_chunk"]
         assert chunk["share_of_ceilings"] == pytest.approx(chunk["least_by_ceilings"] / chunk["seconds_a_chunk"])
-        assert f"{name}: " in text and side["kernels"]["by_class"]["matmul"] > 0
+        assert f"{name}: " in text
 
 
 def test_distill_with_a_causal_teacher(base, tmp_path):

@@ -30,7 +30,7 @@ def bench(settings: Settings) -> None:
     """Times and checks the kernels, prints a table and writes the JSON file."""
     with program("rtcwm bench attention") as world:
         case, device = Case.of(settings), world.device
-        result = report.opening("attention", settings, case.as_dict(), device)
+        result = report.opening("attention", settings, case.as_dict(), world)
         result["case"]["pairs"] = span_pairs(case.layout, "E")
         result["ceilings"] = measure.ceilings(device)
         world.print(f"{report.versions_line(result['machine'])}\n{case.line()}")

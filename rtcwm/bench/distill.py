@@ -13,7 +13,7 @@ from rtcwm.bench.command import DistillBench, require
 from rtcwm.bench.inputs import Case, Files, files, random_adapter
 from rtcwm.bench.plain_distill import PlainDistillation
 from rtcwm.bench.plain_stream import PlainStream, plain_rollout
-from rtcwm.bench.sides import Did, Plan, Runner, compare, plain_base, plain_kernel, run_both, summary
+from rtcwm.bench.sides import Did, Plan, Runner, check_ranks, compare, plain_base, plain_kernel, run_both, summary
 from rtcwm.bench.work import NOTHING, WHOLE_BLOCKS, Repeated, Work, rollout_work, span_pairs
 from rtcwm.engine.streams import Streams
 from rtcwm.engine.world import World, program
@@ -40,13 +40,14 @@ STEADY_CHUNKS = STEADY + 3
 def bench(settings: DistillBench) -> None:
     """Runs the sides that were asked for, prints a table and writes the JSON file."""
     with program("rtcwm bench distill") as world:
+        check_ranks(world, settings)
         least = window_chunks(settings.teacher_kind)
         require(
             settings.chunks >= least,
             f"--chunks {settings.chunks}: a {settings.teacher_kind} teacher's window takes {least}; set at least that many",
         )
         case = Case.of(settings)
-        with files(case, settings.chunks, settings.seed) as made:
+        with files(case, settings.chunks, settings.seed, world.size) as made:
             result = measured(world, settings, case, prepare(world, distill_config(settings, case, made)))
         world.on_main(lambda: report.write(settings.out, result))
         compare(world.device, result, "critic", ROUNDING)
@@ -74,7 +75,7 @@ def measured(world: World, settings: DistillBench, case: Case, plan: DistillPlan
     """All that the JSON file holds."""
     rows, pairs = window_size(case, plan.config)
     told = {"window_rows": rows, "window_pairs": pairs, "rollout_chunks": settings.chunks}
-    result = report.opening("distill", settings, case.as_dict() | told, world.device)
+    result = report.opening("distill", settings, case.as_dict() | told, world)
     result["ceilings"] = measure.ceilings(world.device)
     world.print(f"{report.versions_line(result['machine'])}\n{case.line()}")
     needed = works(settings, case, plan.config, NOTHING)

@@ -126,13 +126,14 @@ class Files:
 
 
 @contextmanager
-def files(case: Case, chunks: int, seed: int) -> Iterator[Files]:
-    """The case as files in a temporary folder: a base config and a clip of so many chunks with one start frame."""
+def files(case: Case, chunks: int, seed: int, ranks: int) -> Iterator[Files]:
+    """The case as files in a temporary folder: a base config, and a clip in which a window of so many chunks begins at as
+    many start frames as there are ranks. The same on every rank."""
     with tempfile.TemporaryDirectory(prefix="rtcwm-bench-") as folder:
         root = Path(folder)
         (root / "base.json").write_text(json.dumps(case.config))
         draw = torch.Generator().manual_seed(seed)
-        geometry, latents = case.geometry, chunks * CHUNK_LATENTS
+        geometry, latents = case.geometry, (chunks + ranks - 1) * CHUNK_LATENTS
 
         def noise(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=draw)
@@ -145,7 +146,7 @@ def files(case: Case, chunks: int, seed: int) -> Iterator[Files]:
         )
         video = noise(LATENT_CHANNELS, latents, geometry.height, geometry.width)
         proxy = noise(LATENT_CHANNELS, latents, geometry.proxy_height, geometry.proxy_width)
-        write_clip(root / "clips", "noise", video, proxy, {0: start}, "noise", CODEC)
+        write_clip(root / "clips", "noise", video, proxy, dict.fromkeys(range(ranks), start), "noise", CODEC)
         yield Files(root / "base.json", root / "clips", root)
 
 

@@ -12,6 +12,7 @@ import torch
 from rtcwm import __version__
 from rtcwm.bench.command import Settings
 from rtcwm.engine.checkpoint import replace_file
+from rtcwm.engine.world import World
 
 PACKAGES = ("deepspeed", "diffusers", "flash-attn-4", "flash-attn-3", "flash-attn", "triton")
 
@@ -36,16 +37,20 @@ def machine(device: torch.device) -> dict:
     return found
 
 
-def opening(command: str, settings: Settings, case: Mapping, device: torch.device) -> dict:
+def opening(command: str, settings: Settings, case: Mapping, world: World) -> dict:
     """The part of a result that all commands share."""
     given = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()}
-    return {"command": command, "machine": machine(device), "settings": given, "case": dict(case)}
+    found = machine(world.device) | {"ranks": world.size}
+    return {"command": command, "machine": found, "settings": given, "case": dict(case)}
 
 
 def versions_line(found: Mapping) -> str:
-    names = [f"{name} {value}" for name, value in found.items() if name not in ("card", "memory_gib") and value]
+    """The machine in words."""
+    apart = ("card", "memory_gib", "ranks")
+    names = [f"{name} {value}" for name, value in found.items() if name not in apart and value]
     memory = f" ({found['memory_gib']:.0f} GiB)" if found["memory_gib"] else ""
-    return f"{found['card']}{memory}; {', '.join(names)}"
+    ranks = f"{found['ranks']} ranks, each on " if found["ranks"] > 1 else ""
+    return f"{ranks}{found['card']}{memory}; {', '.join(names)}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -67,11 +72,12 @@ def number(value: float | None, form: str = "{:.3f}") -> str:
 def comparison(result: Mapping) -> str:
     """The sides next to each other, with their parts where a step has some."""
     ceilings, sides = result["ceilings"], result["sides"]
-    rows = [["", *sides, "ours / plain"]]
+    both = "ratio" in result
+    rows = [["", *sides, *(["ours / plain"] if both else [])]]
 
     def line(label: str, cell: Callable[[Mapping], str], ratio: float | None = None) -> None:
         cells = [side["failed"] if "failed" in side else cell(side) for side in sides.values()]
-        rows.append([label, *cells, "" if ratio is None else f"{ratio:.3f}"])
+        rows.append([label, *cells, *(["" if ratio is None else f"{ratio:.3f}"] if both else [])])
 
     line("seconds, median", lambda side: number(side["seconds"]["median"]), result.get("ratio"))
     line("  least to most", lambda s: f"{s['seconds']['least']:.3f} to {s['seconds']['most']:.3f}")

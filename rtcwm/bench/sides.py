@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rtcwm.bench import measure, profile
-from rtcwm.bench.command import TwoSides
+from rtcwm.bench.command import TwoSides, require
 from rtcwm.bench.measure import Seconds
 from rtcwm.bench.plain import PlainModel
 from rtcwm.bench.work import Work
@@ -53,6 +53,14 @@ class Plan:
     needed: Mapping[str, Work]
     done: Mapping[str, Work]
     even: bool = True
+
+
+def check_ranks(world: World, settings: TwoSides) -> None:
+    """Raises UserError where the obvious loop is asked for on several ranks: it knows one device."""
+    require(
+        world.size == 1 or settings.chosen == ("ours",),
+        f"the obvious loop runs on one device, and {world.size} ranks were started: set --sides ours",
+    )
 
 
 def run_side(world: World, name: str, plan: Plan, settings: TwoSides, ceilings: Mapping[str, float | None]) -> dict:

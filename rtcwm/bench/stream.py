@@ -12,7 +12,7 @@ from rtcwm.bench.attention import dtype_of
 from rtcwm.bench.chunks import PLAYS, STEADY, StreamCase, Streamed, attention_ceiling, chunk_work, steady, stream_case
 from rtcwm.bench.command import StreamBench
 from rtcwm.bench.inputs import Case, files, random_adapter
-from rtcwm.bench.sides import Did, Plan, Runner, compare, plain_base, plain_kernel, run_both, summary
+from rtcwm.bench.sides import Did, Plan, Runner, check_ranks, compare, plain_base, plain_kernel, run_both, summary
 from rtcwm.bench.work import Work
 from rtcwm.data.clips import open_clips
 from rtcwm.engine.base import BaseEngine
@@ -36,8 +36,9 @@ ROUNDING = {"cuda": 0.05, "cpu": 1e-3}
 def bench(settings: StreamBench) -> None:
     """Streams on both sides, prints a table and writes the JSON file."""
     with program("rtcwm bench stream") as world:
+        check_ranks(world, settings)
         case = Case.of(settings)
-        with files(case, SPAN_CHUNKS, settings.seed) as made:
+        with files(case, SPAN_CHUNKS, settings.seed, world.size) as made:
             config = TrainConfig(
                 out=str(made.run), clips=str(made.clips), base=str(made.base), val_clips=0, attn=settings.attn,
                 base_config=settings.base_config,
@@ -58,7 +59,7 @@ def measured(
     kernel: Kernel,
 ) -> dict:  # fmt: skip
     """All that the JSON file holds."""
-    result = report.opening("stream", settings, case.as_dict() | {"chunk_plays": PLAYS}, world.device)
+    result = report.opening("stream", settings, case.as_dict() | {"chunk_plays": PLAYS}, world)
     result["ceilings"] = measure.ceilings(world.device)
     world.print(f"{report.versions_line(result['machine'])}\n{case.line()}\n{kernel.why}")
     works = {

@@ -9,7 +9,7 @@ from rtcwm.bench import measure, profile, report
 from rtcwm.bench.command import TrainBench
 from rtcwm.bench.inputs import Case, Files, files
 from rtcwm.bench.plain import optimizer_of, span_loss, update
-from rtcwm.bench.sides import Did, Plan, Runner, compare, plain_base, run_both, summary
+from rtcwm.bench.sides import Did, Plan, Runner, check_ranks, compare, plain_base, run_both, summary
 from rtcwm.bench.work import WHOLE_BLOCKS, span_pairs
 from rtcwm.engine.streams import Streams
 from rtcwm.engine.world import World, program
@@ -27,8 +27,9 @@ ROUNDING = {"cuda": 0.01, "cpu": 1e-4}
 def bench(settings: TrainBench) -> None:
     """Runs the sides that were asked for, prints a table and writes the JSON file."""
     with program("rtcwm bench train") as world:
+        check_ranks(world, settings)
         case = Case.of(settings)
-        with files(case, SPAN_CHUNKS, settings.seed) as made:
+        with files(case, SPAN_CHUNKS, settings.seed, world.size) as made:
             result = measured(world, settings, case, prepare(world, train_config(settings, case, made)))
         world.on_main(lambda: report.write(settings.out, result))
         compare(world.device, result, "loss", ROUNDING)
@@ -50,7 +51,7 @@ def measured(world: World, settings: TrainBench, case: Case, plan: TrainPlan) ->
             "--adapter-config: a step of the benchmark is one micro-step; set gradient_accumulation_steps 1"
         )
     rows, pairs = case.layout.rows, span_pairs(case.layout, plan.config.mask_rule)
-    result = report.opening("train", settings, case.as_dict() | {"pairs": pairs}, world.device)
+    result = report.opening("train", settings, case.as_dict() | {"pairs": pairs}, world)
     result["ceilings"] = measure.ceilings(world.device)
     world.print(f"{report.versions_line(result['machine'])}\n{case.line()}")
     needed = case.sizes.trained(rows, pairs) * settings.batch
