@@ -89,10 +89,10 @@ class Plan:
         return self.folder(f"seed{seed}", variant, f"student_ema_iter{self.settings.iters:05d}.safetensors")
 
     def short(self, seed: int) -> Path:
-        return self.folder(f"seed{seed}", f"eval{SHORT}", "evaluate.json")
+        return self.folder(f"seed{seed}", "short", "evaluate.json")
 
     def long(self, seed: int) -> Path:
-        return self.folder(f"seed{seed}", f"eval{self.settings.chunks}", "evaluate.json")
+        return self.folder(f"seed{seed}", "long", "evaluate.json")
 
     def _clips(self, name: str, clips: int, chunks: int, seed: int, *more: str) -> Job:
         out = self.folder(name)
@@ -152,7 +152,7 @@ class Plan:
         words = flags({"out": done.parent, "clips": self.folder("test_clips"), "chunks": chunks, "attn": "sdpa"})
         needs = ("test_clips", *(f"seed{seed}/{variant}" for variant in variants))
         return Job(
-            f"seed{seed}/eval{chunks}",
+            f"seed{seed}/{done.parent.name}",
             command("rtcwm.cli", "evaluate", *words, "--video", "false", *named),
             done,
             needs,
