@@ -35,7 +35,7 @@ REFUSED = {
     "tensorboard": "a run writes its own events into --out",
     "train_batch_size": "it follows from the number of ranks and gradient_accumulation_steps",
 }
-ACTIVATION_KEYS = {"cpu_checkpointing", "policy", "pin_memory", "keep_blocks"}
+ACTIVATION_KEYS = {"cpu_checkpointing", "policy", "pin_memory", "keep_blocks", "ffn_rows"}
 ACTIVATION_REFUSED = (
     "partition_activations", "contiguous_memory_optimization", "number_checkpoints",
     "synchronize_checkpoint_boundary", "profile",
@@ -63,12 +63,15 @@ class ActivationSettings:
         pin_memory: page-locked host memory for them, on GPUs; else their copies hold up the computation.
         keep_blocks: so many of the last blocks are not recomputed (unpartitioned base only): memory left over bought
             for speed. The last ones, because the backward pass frees theirs first.
+        ffn_rows: so many rows at a time go through a feed-forward, whose two widest tensors then exist for these alone
+            (H3 at 33,968 rows: 2.9 GB else, and as much for their gradients); 0 for all.
     """
 
     policy: str = "recompute"
     cpu_checkpointing: bool = False
     pin_memory: bool = True
     keep_blocks: int = 0
+    ffn_rows: int = 0
 
     @property
     def keeps_blocks(self) -> bool:
@@ -289,9 +292,10 @@ def _activations(path: Path, config: dict) -> ActivationSettings:
     for key in ("cpu_checkpointing", "pin_memory"):
         if not isinstance(section.get(key, True), bool):
             raise UserError(f"{path}: activation_checkpointing.{key} is {section[key]!r}, expected true or false")
-    keep = section.get("keep_blocks", 0)
-    if not _whole(keep) or keep < 0:
-        raise UserError(f"{path}: activation_checkpointing.keep_blocks is {keep!r}, expected a number of blocks")
+    for key, what in (("keep_blocks", "blocks"), ("ffn_rows", "rows (0: all at once)")):
+        number = section.get(key, 0)
+        if not _whole(number) or number < 0:
+            raise UserError(f"{path}: activation_checkpointing.{key} is {number!r}, expected a number of {what}")
     settings = ActivationSettings(**section)
     if settings.policy not in POLICIES:
         raise UserError(f"{path}: activation_checkpointing.policy is {settings.policy!r}, expected one of {POLICIES}")

@@ -20,6 +20,7 @@ class Settings:
     seed: int = 0
     batch: int | None = None
     attn: str = "auto"
+    compile: Literal["auto", "on", "off"] = "auto"
     device: str = "auto"
     picture_clip: str | None = None
     video: bool = True
@@ -36,6 +37,7 @@ def main_evaluate(
     seed: int = 0,
     batch: int | None = None,
     attn: Literal["auto", "sdpa", "cudnn", "fa4", "fa3", "fa2", "flex"] = "auto",
+    compile: Literal["auto", "on", "off"] = "auto",
     device: Literal["auto", "cpu", "cuda"] = "auto",
     picture_clip: str | None = None,
     video: bool = True,
@@ -57,6 +59,7 @@ def main_evaluate(
         seed: of all noise; every model gets the same.
         batch: clips of a forward; default: up to 16, as far as 8 GiB hold their keys and values.
         attn: attention kernel.
+        compile: compile what lies between a block's matrix products; auto: on GPUs.
         device: cpu, cuda, or auto: cuda where there is one.
         picture_clip: id of the clip in the picture and the film; default: the first.
         video: write evaluate.mp4.
@@ -66,6 +69,6 @@ def main_evaluate(
     evaluate(
         Settings(
             out=out, model=tuple(model), run=run, clips=clips, base=base, chunks=chunks, max_clips=max_clips, seed=seed,
-            batch=batch, attn=attn, device=device, picture_clip=picture_clip, video=video,
+            batch=batch, attn=attn, compile=compile, device=device, picture_clip=picture_clip, video=video,
         )
     )  # fmt: skip

@@ -90,7 +90,7 @@ def prepare(settings: Settings) -> Plan:
     if run is None and settings.clips is None:
         raise UserError("no clips: give a folder with --clips, or a run's folder with --run for the clips it held out")
     source = open_base(settings.base or (run.base if run else "embedded"))
-    kernel = resolve(settings.attn, device)
+    kernel = resolve(settings.attn, device, settings.compile)
     truth = choose(settings.clips or run.clips, run and run.held_out, settings.chunks, settings.max_clips)
     codec = codec_of(truth, source)
     models = read_models(settings.model, source, codec.identity["hash"])

@@ -6,13 +6,14 @@ it took, by which measurement, and what it passed over.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from rtcwm.errors import UserError
 from rtcwm.model import dense
 from rtcwm.model.dense import Backward, Dense, DenseAttention, Forward, Unavailable
+from rtcwm.model.glue import Compile, compiles
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,17 @@ MEASURED: dict[str, dict[str, tuple[int, int]]] = {
 _NEVER_AUTO = ("flex",)
 
 
-def resolve(name: str, device: torch.device | str) -> Kernel:
-    """The kernel `name` ("auto", fa4, fa3, cudnn, fa2, sdpa, flex) for a device.
+def resolve(name: str, device: torch.device | str, compile: Compile = "off") -> Kernel:
+    """The kernel `name` ("auto", fa4, fa3, cudnn, fa2, sdpa, flex) for a device; `compile` as of `glue.compiles`.
 
     Raises UserError for an unknown name and for a named kernel that cannot run there, with what to install or change.
     """
     device = torch.device(device)
+    kernel, (compiled, why) = _resolve(name, device), compiles(compile, device)
+    return replace(kernel, compiled=compiled, why=f"{kernel.why}; {why}")
+
+
+def _resolve(name: str, device: torch.device) -> Kernel:
     if name == "auto":
         return _fastest(device) if device.type == "cuda" else _on_other_devices(device)
     if name not in KERNELS:

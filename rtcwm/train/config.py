@@ -41,6 +41,9 @@ class RunConfig:
     max_skips: int = option(10, "stop after so many skipped (non-finite) steps in a row")
     seed: int = option(0, "of everything random")
     attn: Literal["auto", "sdpa", "cudnn", "fa4", "fa3", "fa2", "flex"] = option("auto", "attention kernel")
+    compile: Literal["auto", "on", "off"] = option(
+        "auto", "compile what lies between a block's matrix products; auto: on GPUs, where it takes a minute once"
+    )
     base_config: str | None = option(None, "DeepSpeed JSON of the base engine; default: ds_configs/ for the device")
 
     def __post_init__(self):

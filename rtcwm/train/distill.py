@@ -78,7 +78,7 @@ class Distiller(Loop):
         self.streams = Streams(config.seed)
         inputs = plan.inputs
         self.base = BaseEngine(world, inputs.source, inputs.base_settings)
-        install(self.base.model, inputs.kernel)
+        install(self.base.model, inputs.kernel, ffn_rows=inputs.base_settings.activations.ffn_rows)
         student, self.teacher_adapter, critic = plan.adapters()
         self.student = AdapterEngine(world, student, plan.student_settings)
         self.critic = AdapterEngine(world, critic, plan.critic_settings)

@@ -94,7 +94,7 @@ def check_settings(world: World, config: RunConfig) -> tuple[BaseSource, BaseSet
             f"--val-clips {config.val_clips} would hold out every one of the {EMBEDDED_CLIPS} embedded clips: at most {most}",
         )
     settings.activations.check_blocks(source.config["num_layers"])
-    kernel = resolve(config.attn, world.device)
+    kernel = resolve(config.attn, world.device, config.compile)
     require(
         settings.activations.policy != "save_attention" or kernel.forward is not None,
         f"{file}: activation_checkpointing.policy 'save_attention' cannot keep outputs of --attn {kernel.name}, which "

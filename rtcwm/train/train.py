@@ -47,7 +47,7 @@ class Trainer(Loop):
         self.config, self.plan = config, plan
         self.streams = Streams(config.seed)
         self.base = BaseEngine(world, plan.inputs.source, plan.inputs.base_settings)
-        install(self.base.model, plan.inputs.kernel)
+        install(self.base.model, plan.inputs.kernel, ffn_rows=plan.inputs.base_settings.activations.ffn_rows)
         self.engine = AdapterEngine(world, plan.initial_adapter(), plan.adapter_settings)
         self.run_with_adapter = self.base.activations.runner(self.engine.adapter)
         self.grid = Grid(plan.held_out, self.streams, config.level_shift, config.picture1)
