@@ -50,7 +50,7 @@ def models():
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory) -> Path:
-    """Four clips of two episodes: three clip folders and one with condition files; 40 frames, two chunks and six over."""
+    """Three clip folders of two episodes and one with condition files; 40 frames, two chunks and six over."""
     root = tmp_path_factory.mktemp("sources")
     for index, name in enumerate(("clip_000000_0", "clip_000000_1", "batch/clip_000001_0")):
         write_clip_folder(root, name, 40, "[0.00s-1.60s] It moves.\n[1.00s-1.60s] Late.", seed=index)
@@ -259,22 +259,26 @@ def as_conditions(folder: Path) -> None:
     (folder / "duv" / "000020.depth.f32").unlink()
 
 
+def rewrite_target(folder: Path, height: int, width: int) -> None:
+    write_video(folder / "target" / "rgb.mp4", scene(40, height, width))
+
+
 FAULTS = [
     (lambda folder, other: truncate(folder / "target" / "rgb.mp4"), "cannot be opened as a video"),
-    (lambda folder, other: write_video(folder / "target" / "rgb.mp4", scene(40, 34, 66)), "is 66x34; .* multiples of 32"),
-    (lambda folder, other: write_video(folder / "target" / "rgb.mp4", scene(40, 96, 160)), "is 160x96, but .* clips are 64x32"),
+    (lambda folder, other: rewrite_target(folder, 34, 66), "is 66x34; .* multiples of 32"),
+    (lambda folder, other: rewrite_target(folder, 96, 160), "is 160x96, but .* clips are 64x32"),
     (lambda folder, other: rewrite_duv(folder, lambda made: made[..., ::-1]), "red and blue swapped"),
-    (lambda folder, other: rewrite_duv(folder, lambda made: made * 0 + 255), "near 0.1 m / far 8000 m, dark near, 255 = sky"),
-    (lambda folder, other: rewrite_duv(folder, lambda made: made[:20]), "the target has 40 frames .* and the proxy 20"),
+    (lambda folder, other: rewrite_duv(folder, lambda made: made * 0 + 255), "near 0.1 m / far 8000 m, dark near"),
+    (lambda folder, other: rewrite_duv(folder, lambda made: made[:20]), "target has 40 frames .* and the proxy 20"),
     (lambda folder, other: as_conditions(folder), "000020.depth.f32 is missing"),
-    (lambda folder, other: link_target(folder, other / "rgb.mp4"), "the target .* leads out of .*copy it into the tree"),
+    (lambda folder, other: link_target(folder, other / "rgb.mp4"), "the target .* leads out of .*copy it into"),
     (lambda folder, other: (folder / "target" / "rgb.mp4").unlink(), "has no target video"),
     (lambda folder, other: (folder / "proxy" / "duv.mp4").unlink(), "has no proxy"),
-    (lambda folder, other: (folder / "target" / "anchor.png").write_bytes(b"x"), "anchor.png cannot be read as a picture"),
+    (lambda folder, other: (folder / "target" / "anchor.png").write_bytes(b"x"), "anchor.png cannot be read"),
     (lambda folder, other: (folder / "clip_report.json").write_text('{"taxonomy": "standard11"}'), "standard11"),
     (lambda folder, other: (folder / "prompt.txt").write_bytes(b"\xff"), "cannot be read as a caption"),
     (lambda folder, other: shutil.copytree(folder, folder.parent / "again" / folder.name), "2 clips have this id"),
-]  # fmt: skip
+]
 
 
 def test_every_fault_is_one_line_and_the_good_clips_are_made(tmp_path, models, capsys):
@@ -304,7 +308,8 @@ def test_every_fault_is_one_line_and_the_good_clips_are_made(tmp_path, models, c
 
 def test_a_manifest_line_by_line(tree, models, tmp_path):
     lines = [
-        {"name": "one", "target": "clip_000000_0/target/rgb.mp4", "proxy_duv_video": "clip_000000_0/proxy/duv.mp4", "prompt": "[0.00s] A.\nB"},
+        {"name": "one", "target": "clip_000000_0/target/rgb.mp4", "proxy_duv_video": "clip_000000_0/proxy/duv.mp4",
+         "prompt": "[0.00s] A.\nB"},
         {"id": "two", "name": "x", "target": "seg_000007/video.mp4", "proxy_duv": "seg_000007/duv", "episode": "e"},
         {"name": "three", "target": "seg_000007/video.mp4"},
         {"name": "four", "target": "seg_000007/video.mp4", "proxy": "seg_000007/duv", "proxy_duv": "seg_000007/duv"},
@@ -383,8 +388,11 @@ def test_a_folder_of_other_clips_or_of_another_preparation_is_refused(prepared, 
     out = tmp_path / "clips"
     shutil.copytree(prepared, out)
     edit(out / "seg_000007" / "clip.json", codec={"name": "other", "hash": "aa"})
-    with pytest.raises(UserError, match="holds seg_000007 of codec .*'other'.* choose another folder"):
+    with pytest.raises(UserError, match="holds seg_000007 with codec .*'other'.* choose another folder"):
         prepare(out, tree / "batch", models)
+    shutil.copytree(prepared / "seg_000007", out / "seg_000007", dirs_exist_ok=True)
+    with pytest.raises(UserError, match="holds clip_000000_0 with system_prompt '', here it is 'Other.'"):
+        prepare(out, tree / "batch", models, system_prompt="Other.")
     description = json.loads((out / "seg_000007" / "clip.json").read_text())
     del description["prepared"]
     (out / "seg_000007" / "clip.json").write_text(json.dumps(description))

@@ -47,7 +47,8 @@ def main_prepare(
         size: WIDTHxHEIGHT to scale targets to (Lanczos); default: as they are, in multiples of 32.
         proxy_size: WIDTHxHEIGHT of proxies; default: a quarter of the target's.
         picture1_2048: encode Picture 1 at a short edge of 2048 pixels as well.
-        vision_picture: which Picture 1 the text encoder sees; at 1344x768 its vision block has 1,010 rows, at 2048 7,170.
+        vision_picture: which Picture 1 the text encoder sees: a vision block of 1,010 rows at 1344x768, of 7,170 at
+            2048.
         system_prompt: text file; the presentation becomes the user's turn of a chat with this system turn.
         text_layer: hidden state of the text encoder that is read.
         text_dtype: of the text encoder's weights.

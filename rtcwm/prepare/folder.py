@@ -17,9 +17,13 @@ from rtcwm.data import manifest
 from rtcwm.data.clips import clip_folders, read_clip
 from rtcwm.data.headers import DESCRIPTION
 from rtcwm.errors import UserError
+from rtcwm.prepare.jobs import Models
+from rtcwm.prepare.settings import Settings
 from rtcwm.prepare.sources import Source
 
 LOCK = ".prepare.lock"
+ONE_A_FOLDER = ("system_prompt", "vision_picture")
+"""Settings that shape the text rows of all clips of a folder alike."""
 
 
 def open_folder(out: Path) -> TextIO:
@@ -54,28 +58,32 @@ def sweep(out: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def claim(out: Path, ids: set[str], codec: Mapping[str, str]) -> None:
-    """Raise UserError where the folder holds clips of another origin, or of another codec that would stay.
+def claim(out: Path, ids: set[str], models: Models, settings: Settings) -> None:
+    """Raise UserError where the folder holds clips of another origin, or clips that would stay and were made otherwise.
 
     Args:
         out: the folder.
         ids: clips of this preparation, which may replace their earlier versions.
-        codec: {name, hash} of this preparation.
+        models: of this preparation; settings: likewise.
     """
+    wanted = {"codec": dict(models.codec_identity), "text_encoder": dict(models.text_identity)}
+    wanted |= {name: getattr(settings, name) for name in ONE_A_FOLDER}
     for folder in clip_folders(out):
         found = described(folder)
         if found is None and folder.name in ids:
             continue  # broken: made again
         if found is None or "prepared" not in found:
             raise UserError(
-                f"--out {out} holds {folder.name}, which `rtcwm prepare` did not write or which is broken: choose another "
-                "folder, or remove it"
+                f"--out {out} holds {folder.name}, which `rtcwm prepare` did not write or which is broken: choose "
+                "another folder, or remove it"
             )
-        if folder.name not in ids and dict(found["codec"]) != dict(codec):
-            raise UserError(
-                f"--out {out} holds {folder.name} of codec {found['codec']}, this is {dict(codec)}: latents of two codecs "
-                "cannot be mixed, choose another folder"
-            )
+        told = found | found["prepared"]["settings"]
+        for name, value in wanted.items():
+            if folder.name not in ids and told.get(name) != value:
+                raise UserError(
+                    f"--out {out} holds {folder.name} with {name} {told.get(name)!r}, here it is {value!r}: clips made "
+                    "otherwise cannot be mixed, choose another folder, or name all sources to make them all again"
+                )
 
 
 def described(folder: Path) -> dict | None:

@@ -1,8 +1,8 @@
 """Proxies: DUV pictures from a lossless video or from condition files, checked pixel by pixel.
 
 A condition root holds `%06d.depth.f32` (headerless little-endian float32 metres along the optical axis) and
-`%06d.semantic_id.png` (8-bit, ids 0..11), numbered from 0 without a gap at 24 a second. Metres have to be finite and not
-negative; 0, like everything up to 1 mm, says that no surface was hit and becomes code 0.
+`%06d.semantic_id.png` (8-bit, ids 0..11), numbered from 0 without a gap at 24 a second. Metres have to be finite and
+not negative; 0, like everything up to 1 mm, says that no surface was hit and becomes code 0.
 
 A DUV video is a table of codes in the dress of a picture: other conventions look alike and train silently. Its colours
 have to lie on the palette exactly, and its sky must not be near; what else is found is refused under its name.
@@ -154,8 +154,8 @@ def check_pictures(pictures: np.ndarray, name: str) -> None:
     sky = pictures[..., 0][ids == SKY]
     if sky.size and (sky >= NEAR_CODE).mean() > 0.5:
         raise UserError(
-            f"{name} follows another DUV convention (dark near, 255 = sky): most of its sky has a red of {NEAR_CODE} or "
-            "more, which reads as nearer than 9 m here; encode the proxy again from depth and ids"
+            f"{name} follows another DUV convention (dark near, 255 = sky): most of its sky has a red of {NEAR_CODE} "
+            "or more, which reads as nearer than 9 m here; encode the proxy again from depth and ids"
         )
 
 

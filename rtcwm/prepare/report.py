@@ -14,8 +14,8 @@ NAME = "prepare_report.json"
 
 @dataclass
 class Report:
-    """Clips by what became of them. `notes` are remarks on the clips made now or kept; `traces` tracebacks of faults that
-    nobody foresaw."""
+    """Clips by what became of them. `notes` are remarks on the clips made now or kept; `traces` tracebacks of faults
+    that nobody foresaw."""
 
     prepared: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)

@@ -1,9 +1,10 @@
 """A preparation from beginning to end: find the clips, leave out what is done, encode the rest on all processes.
 
 Sources are hashed and their headers read before a model is loaded, so that a repeated command on finished clips takes
-seconds and most refusals come at once; this process never imports the models' libraries unless it encodes itself. Each worker process loads the models on a GPU of its own and takes the next clip
-when it is done with one. A clip's files depend on its sources, the settings and the weights alone, so that any number of
-workers, and any number of interruptions, end in the same files.
+seconds and most refusals come at once; this process never imports the models' libraries unless it encodes itself. Each
+worker process loads the models on a GPU of its own and takes the next clip when it is done with one. A clip's files
+depend on its sources, the settings and the weights alone, so that any number of workers, and any number of
+interruptions, end in the same files.
 """
 
 import multiprocessing
@@ -75,7 +76,7 @@ def run(
     sources, refused = find(list(paths), root)
     report = Report(refused=refused)
     with open_folder(out):
-        claim(out, {source.id for source in sources}, models.codec_identity)
+        claim(out, {source.id for source in sources}, models, settings)
         jobs = plan(out, sources, models, settings, report)
         gpus = torch.cuda.device_count() if device != "cpu" else 0
         if device == "cuda" and not gpus:
@@ -84,8 +85,9 @@ def run(
             )
         workers = max(1, min(workers or gpus or 1, len(jobs)))
         print(
-            f"prepare: {len(sources) + len(refused)} clips found, {len(report.kept)} already there, {len(report.refused)} "
-            f"refused so far, {len(jobs)} to prepare by {workers} process(es) on {f'{gpus} GPU(s)' if gpus else 'the CPU'}"
+            f"prepare: {len(sources) + len(refused)} clips found, {len(report.kept)} already there, "
+            f"{len(report.refused)} refused so far, {len(jobs)} to prepare by {workers} process(es) on "
+            f"{f'{gpus} GPU(s)' if gpus else 'the CPU'}"
         )
         try:
             encode_all(out, jobs, models, settings, workers, gpus, report)
@@ -159,10 +161,8 @@ def encode_all(
     """Prepare the clips, filling the report; a full disk or a dead worker ends it early and is told there."""
     if not jobs:
         return
-    progress, sources = (
-        Progress({job.source.id: job.weight for job in jobs}),
-        {job.source.id: job.source for job in jobs},
-    )
+    progress = Progress({job.source.id: job.weight for job in jobs})
+    sources = {job.source.id: job.source for job in jobs}
     given = out, jobs, models, settings, gpus
     try:
         for outcome in spread(*given, workers) if workers > 1 else alone(*given):
@@ -178,7 +178,10 @@ def encode_all(
     except UserError as fault:  # the models cannot be loaded
         report.stopped = str(fault)
     except BrokenProcessPool:
-        report.stopped = "a worker process died, most likely for lack of host memory; start the same command again with fewer --workers"
+        report.stopped = (
+            "a worker process died, most likely for lack of host memory; start the same command again with fewer "
+            "--workers"
+        )
     except torch.OutOfMemoryError as fault:
         report.stopped = f"the GPU is full ({str(fault).splitlines()[0]}); free it, or use one with more memory"
     except KeyboardInterrupt:
@@ -224,12 +227,11 @@ def spread(
 def start_worker(counter, models: Models, settings: Settings, gpus: int, threads: int) -> None:
     """Load the models of a worker, and tie its life to its parent's: a worker that outlived a killed parent would hold
     its GPU and write into a folder that is no longer locked."""
+    threading.Thread(target=leave_with_parent, daemon=True).start()
+    # Ctrl-C reaches all processes: the parent hands out no further clip, workers finish theirs.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     from rtcwm.prepare.work import Encoders
 
-    threading.Thread(target=leave_with_parent, daemon=True).start()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all: the parent takes no further clip, these finish theirs
     torch.set_num_threads(threads)
     with counter.get_lock():
         index, counter.value = counter.value, counter.value + 1

@@ -65,13 +65,13 @@ def check_target(size: tuple[int, int], name: object) -> None:
     """UserError, opened by `name`, for a target size in pixels that the model cannot take."""
     if min(size) < 1 or any(side % TARGET_MULTIPLE for side in size):
         raise UserError(
-            f"{name} is {size[1]}x{size[0]}; width and height of a target have to be multiples of {TARGET_MULTIPLE}: cut "
-            "or scale the video, or let --size scale it"
+            f"{name} is {size[1]}x{size[0]}; width and height of a target have to be multiples of {TARGET_MULTIPLE}: "
+            "cut or scale the video, or let --size scale it"
         )
 
 
 def starts_of(rule: str, chunks: int) -> tuple[int, ...]:
-    """Start frames of a clip of so many chunks: `first`, `every:N`, or chunk indices as `0,3,7` as far as the clip goes.
+    """Start frames of a clip of so many chunks: `first`, `every:N`, or indices as `0,3,7`, as far as the clip goes.
 
     Raises:
         UserError: none of these.

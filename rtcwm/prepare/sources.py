@@ -164,7 +164,8 @@ def folder_clip(folder: Path, clip_id: str, root: Path) -> Source:
     target = first(TARGETS)
     if target is None:
         raise UserError(
-            f"{folder} has no target video ({', '.join(TARGETS)}): a stream needs one; put it there, or name it in a manifest"
+            f"{folder} has no target video ({', '.join(TARGETS)}): a stream needs one; put it there, or name it "
+            "in a manifest"
         )
     proxy = next((folder / name for name in CONDITION_ROOTS if is_conditions(folder / name)), first(DUV_VIDEOS))
     if proxy is None:

@@ -28,7 +28,7 @@ try:
     from transformers.processing_utils import ProcessorMixin
     from transformers.utils import logging
 except ImportError as error:
-    raise missing("transformers 5.24 or newer", error) from error
+    raise missing("transformers 5.24 or newer and pillow", error) from error
 
 BODY = "\ue000"  # stands for the user's turn in the chat template; a private character that no prompt holds
 
@@ -74,14 +74,14 @@ class TextEncoder:
         layers = getattr(config, "text_config", config).num_hidden_layers
         if config.model_type != "qwen3_vl" or layers <= layer:
             raise UserError(
-                f"{folder} is a {config.model_type} of {layers} layers; expected a qwen3_vl with more than {layer}, whose "
-                f"hidden state {layer} is read (--text-layer)"
+                f"{folder} is a {config.model_type} of {layers} layers; expected a qwen3_vl with more than {layer}, "
+                f"whose hidden state {layer} is read (--text-layer)"
             )
         config.text_config.num_hidden_layers = layer + 1
         self.model = Qwen3VLForConditionalGeneration.from_pretrained(
-            folder, config=config, dtype=dtype, use_safetensors=True, local_files_only=True
-        )
-        self.model.eval().requires_grad_(False).to(device)
+            folder, config=config, dtype=dtype, device_map={"": device}, use_safetensors=True, local_files_only=True
+        )  # tensor by tensor onto the device: eight workers must not hold eight copies in host memory
+        self.model.eval().requires_grad_(False)
         self.tokenizer = Qwen2TokenizerFast.from_pretrained(tokenizer, local_files_only=True)
         pictures = Qwen2VLImageProcessorPil.from_pretrained(processor, local_files_only=True)
         self.processor = PictureProcessor(pictures, self.tokenizer)

@@ -5,8 +5,8 @@ chunk, so it is built with the class's `_encode_clip`, 17 frames at a time: the 
 that 37 consecutive latents of a stream are what `encode` makes of those 124 frames.
 
 Targets are the mode of the posterior. Conditions (Picture 1 and proxies) follow the released recipe: a sample of the
-posterior under a CPU generator seeded 42, rounded to fp16, then normalised. The generator starts anew for each chunk of a
-proxy, so that a chunk's latents depend on nothing but the chunk and are the same in every window and at inference.
+posterior under a CPU generator seeded 42, rounded to fp16, then normalised. The generator starts anew for each chunk of
+a proxy, so that a chunk's latents depend on nothing but the chunk and are the same in every window and at inference.
 
 The encoder is fp32 whatever the folder is loaded in (the class pins it), and tiled as released.
 """
@@ -65,7 +65,8 @@ class VideoCodec:
         expected = (CLIP_FRAMES, CHUNK_LATENTS, LATENT_CHANNELS, PIXELS_PER_LATENT)
         if found != expected:
             raise UserError(
-                f"{folder}: frames of a clip, latents of a clip, channels and pixels a latent are {found}, expected {expected}"
+                f"{folder}: frames of a clip, latents of a clip, channels and pixels a latent are {found}, "
+                f"expected {expected}"
             )
         if not decoder:
             vae.decoder = None

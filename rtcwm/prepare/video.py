@@ -104,7 +104,8 @@ def probe(path: Path) -> Film:
     seconds = float((stamps[-1] - stamps[0]) * clock)
     if not promised and told is not None and told / av.time_base > seconds + 2 * (seconds / len(stamps) + 1 / FPS):
         raise UserError(
-            f"{path} is truncated: its header promises {told / av.time_base:.2f} s, its frames end at {seconds:.2f} s; {MENDED}"
+            f"{path} is truncated: its header promises {told / av.time_base:.2f} s, its frames end at "
+            f"{seconds:.2f} s; {MENDED}"
         )
     if round(turn / 90) % 2:
         height, width = width, height

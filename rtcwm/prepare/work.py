@@ -88,16 +88,24 @@ def prepare_clip(out: Path, job: Job, encoders: Encoders) -> tuple[str, ...]:
     }
     try:
         write_clip(
-            out, source.id, finite(video, "target's"), finite(conditions, "proxy's"), made, source.episode,
-            encoders.models.codec_identity, kept_flags(out / source.id, job.hashes), encoders.models.text_identity, prepared,
-        )  # fmt: skip
+            out,
+            source.id,
+            finite(video, "target's"),
+            finite(conditions, "proxy's"),
+            made,
+            source.episode,
+            encoders.models.codec_identity,
+            kept_flags(out / source.id, job.hashes),
+            encoders.models.text_identity,
+            prepared,
+        )
     except (OSError, SafetensorError) as fault:
         raise StorageFault(f"cannot write {out / source.id}: {fault}") from fault
     return notes
 
 
 def measure(job: Job, settings: Settings) -> tuple[Film, Film | Conditions, int, tuple[str, ...]]:
-    """Open a clip's target and proxy and hold one against the other: both, their whole chunks, and what there is to say.
+    """Open a clip's target and proxy and hold one against the other: both, their whole chunks, and remarks.
 
     Raises:
         UserError: sizes or lengths that do not fit.
@@ -114,33 +122,35 @@ def measure(job: Job, settings: Settings) -> tuple[Film, Film | Conditions, int,
     if isinstance(proxy, Film):
         if (proxy.height, proxy.width) != (height, width):
             raise UserError(
-                f"{source.proxy} is {proxy.width}x{proxy.height}, expected {width}x{height} (a quarter of the target, or "
-                "--proxy-size); DUV cannot be scaled as a picture: encode it again from depth and ids"
+                f"{source.proxy} is {proxy.width}x{proxy.height}, expected {width}x{height} (a quarter of the target, "
+                "or --proxy-size); DUV cannot be scaled as a picture: encode it again from depth and ids"
             )
         if source.report:
             check_report(read_report(source.report), str(source.report))
     elif proxy.height % height or proxy.width % width:
         raise UserError(
-            f"{source.proxy} is {proxy.width}x{proxy.height}, which is no whole multiple of {width}x{height} (a quarter of "
-            "the target, or --proxy-size): render it at one"
+            f"{source.proxy} is {proxy.width}x{proxy.height}, no whole multiple of {width}x{height} (a quarter "
+            "of the target, or --proxy-size): render it at one"
         )
     target_frames, proxy_frames = len(film.picks), frame_count(proxy)
     if abs(target_frames - proxy_frames) > SLACK_FRAMES:
         raise UserError(
-            f"the target has {target_frames} frames at {FPS} a second and the proxy {proxy_frames}: they have to cover the "
-            f"same time ({source.target}, {source.proxy})"
+            f"the target has {target_frames} frames at {FPS} a second and the proxy {proxy_frames}: they have to cover "
+            f"the same time ({source.target}, {source.proxy})"
         )
     frames = min(target_frames, proxy_frames)
     chunks, rest = divmod(frames, CLIP_FRAMES)
+    whole = chunks * CLIP_FRAMES
     if not chunks:
         raise UserError(
-            f"{source.target} and its proxy have {frames} frames at {FPS} a second, less than one chunk of {CLIP_FRAMES}"
+            f"{source.target} and its proxy have {frames} frames at {FPS} a second, less than one chunk of "
+            f"{CLIP_FRAMES}"
         )
     if rest or target_frames != proxy_frames:
         notes = (
             *notes,
-            f"cut to {chunks} whole chunks ({chunks * CLIP_FRAMES} frames): {target_frames - chunks * CLIP_FRAMES} frames of "
-            f"the target and {proxy_frames - chunks * CLIP_FRAMES} of the proxy left over",
+            f"cut to {chunks} whole chunks ({whole} frames): {target_frames - whole} frames of the target and "
+            f"{proxy_frames - whole} of the proxy left over",
         )
     return film, proxy, chunks, notes
 
@@ -215,7 +225,7 @@ def attempt(out: Path, job: Job, encoders: Encoders) -> Outcome:
         return Outcome(job.source.id, prepare_clip(out, job, encoders))
     except (StorageFault, torch.OutOfMemoryError):
         raise
-    except UserError as fault:
+    except (UserError, OSError) as fault:
         return Outcome(job.source.id, reason=str(fault))
     except Exception as fault:  # one odd clip must not end a preparation of thousands
         reason = f"unforeseen {type(fault).__name__}: {fault} (traceback in the report)"
