@@ -161,10 +161,9 @@ def decode_ids(picture: np.ndarray, tolerance: int = 0, name: str = "the proxy p
     Raises:
         UserError: colours farther from the grid than the tolerance, so that the picture follows another convention.
     """
-    green, blue = picture[..., 1].astype(np.int16), picture[..., 2].astype(np.int16)
-    column = np.abs(green[..., None] - np.array(GREEN)).argmin(axis=-1)
-    row = np.abs(blue[..., None] - np.array(BLUE)).argmin(axis=-1)
-    away = np.maximum(np.abs(green - np.array(GREEN)[column]), np.abs(blue - np.array(BLUE)[row]))
+    (column, off_green), (row, off_blue) = (nearest(levels) for levels in (GREEN, BLUE))
+    green, blue = picture[..., 1], picture[..., 2]
+    away = np.maximum(off_green[green], off_blue[blue])
     if (away > tolerance).any():
         wrong = picture[away > tolerance]
         colours, counts = np.unique(wrong[:, 1:], axis=0, return_counts=True)
@@ -174,7 +173,13 @@ def decode_ids(picture: np.ndarray, tolerance: int = 0, name: str = "the proxy p
             f"{tolerance} (the commonest green, blue is {commonest}; expected green in {GREEN}, blue in "
             f"{BLUE}): encode the proxy again from depth and ids, from a lossless source"
         )
-    return (column + 4 * row).astype(np.uint8)
+    return (column[green] + 4 * row[blue]).astype(np.uint8)
+
+
+def nearest(levels: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """For each of the 256 values of a channel, the index of the level nearest to it and the distance, uint8 `[256]`."""
+    distance = np.abs(np.arange(256)[:, None] - np.array(levels))
+    return distance.argmin(axis=1).astype(np.uint8), distance.min(axis=1).astype(np.uint8)
 
 
 def decode_depth(picture: np.ndarray) -> np.ndarray:
