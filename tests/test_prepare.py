@@ -25,6 +25,7 @@ from rtcwm.data import duv
 from rtcwm.data.clips import open_clips
 from rtcwm.errors import UserError
 from rtcwm.prepare.command import main_prepare
+from rtcwm.prepare.folder import open_folder
 from rtcwm.prepare.report import NAME as REPORT
 from rtcwm.prepare.run import open_models, run
 from rtcwm.prepare.settings import Settings
@@ -398,6 +399,15 @@ def test_a_folder_of_other_clips_or_of_another_preparation_is_refused(prepared, 
     (out / "seg_000007" / "clip.json").write_text(json.dumps(description))
     with pytest.raises(UserError, match="holds seg_000007, which `rtcwm prepare` did not write"):
         prepare(out, tree, models)
+
+
+def test_two_preparations_keep_out_of_each_others_way(prepared, tree, models, tmp_path):
+    out = tmp_path / "clips"
+    shutil.copytree(prepared, out)
+    with open_folder(out), pytest.raises(UserError, match="another preparation is at work in"):
+        prepare(out, tree, models)
+    report, _ = prepare(out, tree, models)
+    assert len(report.kept) == 4
 
 
 def test_sizes_are_scaled_when_asked(tree, models, tmp_path):

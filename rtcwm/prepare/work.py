@@ -136,7 +136,7 @@ def measure(job: Job, settings: Settings) -> tuple[Film, Film | Conditions, int,
     if abs(target_frames - proxy_frames) > SLACK_FRAMES:
         raise UserError(
             f"the target has {target_frames} frames at {FPS} a second and the proxy {proxy_frames}: they have to cover "
-            f"the same time ({source.target}, {source.proxy})"
+            f"the same time, and condition files count as {FPS} a second ({source.target}, {source.proxy})"
         )
     frames = min(target_frames, proxy_frames)
     chunks, rest = divmod(frames, CLIP_FRAMES)
