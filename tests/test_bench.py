@@ -88,7 +88,11 @@ def test_work_of_the_released_step(released):
 
 @pytest.mark.parametrize(
     "given",
-    [{"policy": policy} for policy in POLICIES] + [{"keep_blocks": 1}, {"policy": "save_attention", "keep_blocks": 2}],
+    [
+        *({"policy": policy, "ffn_rows": rows} for policy in POLICIES for rows in (0, 4)),
+        {"keep_blocks": 1},
+        {"policy": "save_attention", "keep_blocks": 2, "ffn_rows": 4},
+    ],
 )
 def test_work_done_is_what_torch_counts(given):
     """Products of two blocks more, forward and backward, as torch's counter sees them; and of attention, as a kernel does."""
@@ -115,7 +119,7 @@ def count(config: dict, settings: ActivationSettings) -> tuple[int, int]:
     model = build_base(SeededSource(config), torch.device("cpu"), torch.float32)
     kernel, calls = resolve("sdpa", "cpu"), []
     forward = kernel.forward
-    install(model, replace(kernel, forward=lambda *args: calls.append(1) or forward(*args)))
+    install(model, replace(kernel, forward=lambda *args: calls.append(1) or forward(*args)), settings.ffn_rows)
     adapter = Adapter(AdapterShape.of(config, rank=4))
     run = Activations(settings, inject(model), blocks=model.transformer_blocks).runner(adapter)
     hidden = torch.randn(1, 9, config["hidden_size"], requires_grad=True)

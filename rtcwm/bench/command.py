@@ -58,10 +58,12 @@ class TwoSides(Settings):
     Args:
         sides: plain (the obvious loop), ours, or both: plain,ours.
         profile: text file for the kernels of one more step of each side, summed by class and by name.
+        compile: on our side, compile what lies between a block's matrix products; auto: on GPUs.
     """
 
     sides: str = "plain,ours"
     profile: Path | None = None
+    compile: Literal["auto", "on", "off"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -66,7 +66,8 @@ def distill_config(settings: DistillBench, case: Case, made: Files) -> DistillCo
         teacher_lora=str(paths["teacher"]), critic_lora=str(paths["student"]), teacher_kind=settings.teacher_kind,
         steps=settings.denoise_steps, min_chunks=settings.chunks, max_chunks=settings.chunks, stops=settings.stops,
         grad_chunks=settings.grad_chunks, critic_per_gen=settings.critic_per_gen, val_clips=0, seed=settings.seed,
-        iters=settings.warmup + settings.steps + 1, attn=settings.attn, batch=settings.batch,
+        iters=settings.warmup + settings.steps + 1, attn=settings.attn, compile=settings.compile,
+        batch=settings.batch,
         base_config=settings.base_config, student_config=settings.student_config, critic_config=settings.critic_config,
     )  # fmt: skip
 

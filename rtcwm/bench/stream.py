@@ -41,6 +41,7 @@ def bench(settings: StreamBench) -> None:
         with files(case, SPAN_CHUNKS, settings.seed, world.size) as made:
             config = TrainConfig(
                 out=str(made.run), clips=str(made.clips), base=str(made.base), val_clips=0, attn=settings.attn,
+                compile=settings.compile,
                 base_config=settings.base_config,
             )  # fmt: skip
             source, base, kernel = check_settings(world, config)
@@ -123,7 +124,7 @@ class OurStreaming(_Streaming):
         else:
             base = BaseEngine(world, source, settings)
             self.model, self.run = base.model, base.activations.runner(self.adapter)
-        install(self.model, kernel)
+        install(self.model, kernel, ffn_rows=settings.activations.ffn_rows if settings else 0)
 
     def stream(self) -> Streamed:
         return self.given.ours(self.model, self.kernel, self.run)

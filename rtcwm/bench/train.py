@@ -39,7 +39,7 @@ def train_config(settings: TrainBench, case: Case, made: Files) -> TrainConfig:
     """The settings of the training program that the flags stand for."""
     return TrainConfig(
         out=str(made.run), clips=str(made.clips), base=str(made.base), rank=case.rank, val_clips=0, val_every=0,
-        steps=settings.warmup + settings.steps + 1, seed=settings.seed, attn=settings.attn, batch=settings.batch,
+        steps=settings.warmup + settings.steps + 1, seed=settings.seed, attn=settings.attn, compile=settings.compile, batch=settings.batch,
         base_config=settings.base_config, adapter_config=settings.adapter_config,
     )  # fmt: skip
 

@@ -58,8 +58,10 @@ class Sizes:
     """What the formulas need of a base and its adapter.
 
     Attributes:
-        layers: blocks; weights: of the linear layers of one block; width: heads x head width; adapter: weights of the
-            adapter in all blocks; last, last_up: of `weights` and of a block's adapter, those of a block's last product.
+        layers: blocks; weights: of the linear layers of one block, and last: of the last of them.
+        width: heads x head width.
+        adapter: weights of the adapter in all blocks; in one block last_up: of its last product, ffn_adapter: of its
+            feed-forward.
     """
 
     layers: int
@@ -68,6 +70,7 @@ class Sizes:
     adapter: int
     last: int
     last_up: int
+    ffn_adapter: int
 
     @classmethod
     def of(cls, config: Mapping, rank: int) -> "Sizes":
@@ -75,7 +78,9 @@ class Sizes:
         shape = AdapterShape.of(config, rank)
         weights = 4 * shape.hidden * shape.inner + 3 * shape.hidden * shape.ffn
         return cls(
-            shape.layers, weights, shape.inner, shape.parameters, shape.hidden * shape.ffn, shape.hidden * rank
+            layers=shape.layers, weights=weights, width=shape.inner, adapter=shape.parameters,
+            last=shape.hidden * shape.ffn, last_up=shape.hidden * rank,
+            ffn_adapter=rank * (2 * shape.hidden + 3 * shape.ffn),
         )  # fmt: skip
 
     def forward(self, rows: int, pairs: int) -> Work:
@@ -97,14 +102,16 @@ class Sizes:
 
     def repeated(self, settings: ActivationSettings) -> Repeated:
         """What rtcwm's own blocks repeat under an ``activation_checkpointing`` section: all but each block's last product
-        (its recompute ends with the last tensor that the gradient needs), less attention where its outputs are kept."""
-        if settings.policy == "none":
-            return NOTHING
-        blocks = 1 - settings.keep_blocks / self.layers
+        (its recompute ends with the last tensor that the gradient needs), less attention where its outputs are kept. Of
+        blocks that are kept, a feed-forward in parts repeats its first layer."""
+        kept = 1.0 if settings.policy == "none" else settings.keep_blocks / self.layers
+        parts = kept if settings.ffn_rows else 0.0
+        block_adapter = self.adapter / self.layers
         return Repeated(
-            linear=blocks * (1 - self.last / self.weights),
-            attention=blocks if settings.policy == "recompute" else 0.0,
-            adapter=blocks * (1 - self.last_up * self.layers / self.adapter),
+            linear=(1 - kept) * (1 - self.last / self.weights) + parts * 2 * self.last / self.weights,
+            attention=1 - kept if settings.policy == "recompute" else 0.0,
+            adapter=(1 - kept) * (1 - self.last_up / block_adapter)
+            + parts * (self.ffn_adapter - self.last_up) / block_adapter,
         )
 
 
