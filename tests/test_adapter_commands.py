@@ -1,30 +1,19 @@
 """`rtcwm export` and `rtcwm adapter`: what they print, and their exit codes."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from command import rtcwm
 from safetensors.torch import load_file, save_file
 from small import CONFIG
 
-from rtcwm import cli
 from rtcwm.adapters.inspect import RELEASED, compare, wants
 from rtcwm.model.adapter_files import load_adapter, save_adapter
 from rtcwm.model.loading import embedded_adapter
 from rtcwm.model.lora import SITES, Adapter, AdapterShape
 
 SHAPE = AdapterShape.of(CONFIG, 4, 6.0)
-
-
-def rtcwm(monkeypatch, *words: object) -> int:
-    """The command line in this process; its exit code."""
-    monkeypatch.setattr(sys, "argv", ["rtcwm", *map(str, words)])
-    try:
-        cli.main()
-    except SystemExit as ended:
-        return ended.code
-    return 0
 
 
 def made(path: Path, seed: int = 0, edit=None, **metadata: str) -> Path:

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from test_adapter_commands import rtcwm
+from command import rtcwm
 from test_clips import DAMAGES, small_clip
 from worlds import change, copy_world, edit, tensors
 

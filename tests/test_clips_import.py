@@ -9,11 +9,11 @@ from pathlib import Path
 import pyarrow
 import pytest
 import torch
+from command import rtcwm
 from pyarrow import parquet
 from reference import patchify_video_latents
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_adapter_commands import rtcwm
 from test_clips import small_clip
 from worlds import tensors
 
@@ -126,6 +126,16 @@ def test_where_picture_1_is_from(tmp_path, anchor, native, large, note):
     if large:
         assert torch.equal(opening["picture1_2048"].float(), held["anchor_latent"])
     load_window(clip, 0, 0, picture1="2048" if large else "native")
+
+
+def test_the_codec_that_the_user_names(tmp_path, monkeypatch, capsys):
+    source = write_pt(tmp_path / "cache", {"a": sample()})
+    words = ("clips", "import", source, "--out", tmp_path / "clips", "--codec")
+    assert rtcwm(monkeypatch, *words, "minimax-h3-vae:0123abcd") == 0
+    (clip,) = open_clips(tmp_path / "clips")
+    assert clip.codec == {"name": "minimax-h3-vae", "hash": "0123abcd"}
+    assert rtcwm(monkeypatch, *words, "minimax-h3-vae") == 2
+    assert "--codec minimax-h3-vae: expected NAME:HASH" in capsys.readouterr().err
 
 
 def test_sixteen_bits_lose_as_little_as_they_can():

@@ -5,7 +5,7 @@ begin an eighth. Its one start frame is the window's own beginning, with the cac
 two six-chunk spans of each clip, and distillation, whose rollouts are longer, gets none.
 
 Latents are taken as they are: normalised, in fp16 or bf16, whichever loses less. Which VAE made them is not told by any
-cache; without ``--vae`` they carry an identity of their own, so that they are never mixed with others unnoticed.
+cache; without ``--codec`` they carry an identity of their own, so that they are never mixed with others unnoticed.
 """
 
 import re
@@ -221,26 +221,23 @@ def report(found: Imported, codec: dict[str, str]) -> list[str]:
     return lines
 
 
-def main_import(source: Path, out: Path, vae: Path | None = None, episode: str = EPISODE) -> int:
+def main_import(source: Path, out: Path, codec: str = "imported:unknown", episode: str = EPISODE) -> int:
     """Make clips of another trainer's latent cache; exit code 0, 1 when samples were refused, 2 for wrong usage.
 
     Args:
         source: folder of .pt files, of parquet files (needs the extra 'import') or a .precomputed folder; or one file;
             may stand first, without --source.
         out: folder to write, one folder a clip; the same command finishes what a stopped one left.
-        vae: diffusers folder of the VAE that made the cache, if you know it: its identity is written into the clips, which
-            may then be joined with others of that VAE.
+        codec: NAME:HASH of the VAE that made the cache, as clip.json of clips of yours has them; clips of another codec
+            are never mixed, so leave the default if you do not know.
         episode: pattern over a clip's whole name whose first group is its episode.
     """
-    codec = {"name": "imported", "hash": "unknown"}
-    if vae is not None:
-        from rtcwm.prepare.weights import codec_identity
-
-        if not (vae / "config.json").is_file():
-            raise UserError(f"--vae {vae} has no config.json: name the VAE's diffusers folder")
-        codec = codec_identity(vae)
-    found = import_cache(source, out, codec, episode)
+    name, colon, digest = codec.partition(":")
+    if not (name and colon and digest):
+        raise UserError(f"--codec {codec}: expected NAME:HASH, as clip.json of other clips of that VAE has them")
+    identity = {"name": name, "hash": digest}
+    found = import_cache(source, out, identity, episode)
     for fault in found.refused:
         print(fault, file=sys.stderr)
-    print("\n".join(report(found, codec)))
+    print("\n".join(report(found, identity)))
     return int(bool(found.refused))
