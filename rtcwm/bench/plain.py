@@ -113,19 +113,21 @@ class PlainModel:
         return forward(*inputs)
 
     def text(self, text: Tensor) -> Tensor:
+        """Refined rows [B, n, hidden] of text features [B, n, text width]."""
         model = self.model
         return model.token_refiner(model.context_embedder(text.to(model.context_embedder.weight.dtype)))
 
     def media(self, projection: nn.Linear, rows: Tensor) -> Tensor:
-        """Rows of video or audio, in the dtype of the blocks."""
+        """Rows [B, n, features] of video or audio as [B, n, hidden], in the dtype of the blocks."""
         return projection(rows.to(projection.weight.dtype)).to(self.model.context_embedder.weight.dtype)
 
     def times(self, times: Tensor) -> Tensor:
+        """Embedding [m, time width] of model times [m]."""
         model = self.model
         return model.time_embedder(model.time_proj(times).to(model.time_embedder.linear_1.weight.dtype))
 
     def head(self, hidden: Tensor, temb: Tensor, time_index: Tensor, latents: int, height: int, width: int) -> Tensor:
-        """Velocity [B, 24, T, h, w] of target rows."""
+        """Velocity [B, 24, T, h, w] of target rows [B, n, hidden], whose times are ``temb[time_index]``."""
         hidden = self.model.norm_out(hidden, temb, time_index)
         rows = self.model.proj_out(hidden.to(self.model.proj_out.weight.dtype)).float()
         return unpatchify(rows, latents, height, width)
@@ -154,6 +156,7 @@ class PlainModel:
 
 
 def noise_to(clean: Tensor, noise: Tensor, sigma: Tensor | float) -> Tensor:
+    """``(1 - sigma) x0 + sigma eps``."""
     return (1 - sigma) * clean + sigma * noise
 
 

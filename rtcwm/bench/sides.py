@@ -105,7 +105,11 @@ def _take_steps(world: World, plan: Plan, settings: TwoSides, ceilings: Mapping[
             }
             for name in parts
         }  # fmt: skip
-    found |= runner.extra()
+    try:
+        found |= runner.extra()
+    except torch.OutOfMemoryError as error:  # what was timed stands
+        world.print(f"no further measurement: {str(error).splitlines()[0]}")
+    measure.release(world.device)
     if settings.profile:
         found["kernels"] = profile.record(runner.step, world.device)
     return found

@@ -5,6 +5,8 @@ base that is whole on the device, as `rtcwm evaluate` streams; with a base confi
 which decides where weights are and has its hooks around every block.
 """
 
+from abc import abstractmethod
+
 from torch import Tensor, nn
 
 from rtcwm.bench import measure, profile, report
@@ -75,12 +77,12 @@ def measured(
     plans = {name: Plan(start, works, works) for name, start in starts.items()}
     result["sides"] = run_both(world, settings, plans, result["ceilings"])
     for side in result["sides"].values():
-        if "failed" not in side:
+        if "attention_tflops" in side:
             side["steady"] = steady_chunk(side, works[f"chunk {STEADY}"], result["ceilings"]["matmul_tflops"])
     result |= summary(result["sides"])
     world.print(report.comparison(result))
     for name, side in result["sides"].items():
-        if "failed" not in side:
+        if "steady" in side:
             world.print(f"{name}: {report.chunk_line(side['steady'])}")
     profile.finish(world, settings.profile, result["sides"])
     return result
@@ -98,8 +100,9 @@ class _Streaming(Runner):
     def __init__(self, world: World, case: Case, given: StreamCase, kernel: Kernel):
         self.world, self.case, self.given, self.kernel = world, case, given, kernel
 
+    @abstractmethod
     def stream(self) -> Streamed:
-        raise NotImplementedError
+        """All chunks, from the beginning."""
 
     def step(self) -> Did:
         made = self.stream()
@@ -111,6 +114,8 @@ class _Streaming(Runner):
 
 
 class OurStreaming(_Streaming):
+    """`rtcwm.model.sampler` on a whole base, or (with settings) on training's engine."""
+
     def __init__(
         self, world: World, case: Case, given: StreamCase, source: BaseSource, settings: BaseSettings | None,
         kernel: Kernel, adapter: Adapter,
@@ -135,6 +140,8 @@ class OurStreaming(_Streaming):
 
 
 class PlainStreaming(_Streaming):
+    """The obvious stream."""
+
     def __init__(self, world: World, case: Case, given: StreamCase, source: BaseSource, adapter: Adapter):
         super().__init__(world, case, given, plain_kernel(world.device))
         self.model, self.adapter = plain_base(world, source), adapter.to(world.device)
