@@ -38,7 +38,7 @@ SWITCHES = ("--flag",)
 
 
 def name_leading(words: list[str]) -> list[str]:
-    """Puts the flags of `LEADING` before the words that stand right after a command, and `true` after a bare `SWITCHES`."""
+    """Puts the flags of `LEADING` before words that stand right after a command, and `true` after bare `SWITCHES`."""
     for place in reversed(range(len(words))):
         if words[place] in SWITCHES and (place + 1 == len(words) or words[place + 1].startswith("-")):
             words = [*words[: place + 1], "true", *words[place + 1 :]]

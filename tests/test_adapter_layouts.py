@@ -264,7 +264,8 @@ def test_equal_downs_stand_once(tmp_path):
 
 
 def test_files_that_other_programs_saved(written, hooked, tmp_path):
-    """diffusers' `save_lora_adapter` and `save_lora_weights`, PEFT's `save_pretrained`, and a bare dump of its names."""
+    """diffusers' `save_lora_adapter` and `save_lora_weights`, PEFT's `save_pretrained`, and a bare dump of its
+    names."""
     model = unfused()
     model.load_lora_adapter(str(written["diffusers"]), prefix="transformer_ref", use_safetensors=True)
     model.save_lora_adapter(tmp_path / "model", adapter_name="default_0")
@@ -284,7 +285,8 @@ def test_files_that_other_programs_saved(written, hooked, tmp_path):
 
 
 def test_qkv_that_stands_head_by_head(tmp_path):
-    """The layout with PEFT's `.default.` over the original names, against diffusers' converter (which wants heads of 128)."""
+    """The layout with PEFT's `.default.` over the original names, against diffusers' converter (which wants heads of
+    128)."""
     config = CONFIG | {"attention_head_dim": 128}
     shape, draw, tensors = AdapterShape.of(config, RANK), torch.Generator().manual_seed(2), {}
     names = dict(zip(SITES, ("attn.qkv_proj", "attn.out_proj", "mlp.fc1", "mlp.fc2"), strict=True))
@@ -347,14 +349,16 @@ def first_of(state: dict, ending: str) -> str:
 
 BAD = [
     ("diffusers", lambda s: s.pop(first_of(s, "0.attn.to_k.lora_A")), r"lacks .*0\.attn\.to_k\.lora_A\.weight"),
-    ("diffusers", lambda s: [s.pop(n) for n in list(s) if "1.attn.to_v" in n], "adapts .*to_q, .*to_k: expected q, k and v"),
+    ("diffusers", lambda s: [s.pop(n) for n in list(s) if "1.attn.to_v" in n],
+     "adapts .*to_q, .*to_k: expected q, k and v"),
     ("diffusers", lambda s: s.update({"transformer.transformer_blocks.0.attn.to_q.lora_A.weight": torch.ones(4, 48)}),
      r"mixes several layouts .*transformer\.transformer_blocks"),
     ("comfyui", lambda s: s.update({"diffusion_model.blocks.0.adaln_proj.linear.lora_A.weight": torch.ones(4, 24)}),
      "no layer for, such as diffusion_model.blocks.0.adaln_proj"),
     ("comfyui", lambda s: s.update({first_of(s, "mlp.fc1.lora_B"): torch.ones(96, 4)}), "need .128, 4."),
     ("comfyui", lambda s: s.update({first_of(s, "mlp.fc1.lora_B"): torch.full((128, 4), float("inf"))}), "non-finite"),
-    ("comfyui", lambda s: s.update({first_of(s, "fc1.lora_A"): torch.ones(0, 48)}), r"is \[0, 48\], expected \[rank, width\]"),
+    ("comfyui", lambda s: s.update({first_of(s, "fc1.lora_A"): torch.ones(0, 48)}),
+     r"is \[0, 48\], expected \[rank, width\]"),
     ("comfyui", lambda s: [s.update({n.replace("diffusion_model", "base_model.model"): s.pop(n)}) for n in list(s)],
      "does not tell the order of its qkv rows"),
     ("musubi", lambda s: [s.update({n.replace("lora_unet_blocks", "lora_te"): s.pop(n)}) for n in list(s)],

@@ -64,15 +64,20 @@ def flatten(path, name, chunk):
 
 
 VALUES = [
-    ("stream", lambda path: poison(path, "video", 2), r"`video` holds 2 values that are not finite in chunk 2, expected none"),
+    ("stream", lambda path: poison(path, "video", 2),
+     r"`video` holds 2 values that are not finite in chunk 2, expected none"),
     ("stream", lambda path: poison(path, "proxy", 7), "`proxy` holds 2 values that are not finite in chunk 7"),
     ("stream", lambda path: flatten(path, "video", 4), "`video` is constant in chunk 4, expected a picture"),
-    ("stream", lambda path: scale(path, "video", 9.0), r"`video` has a root mean square of \d\.\d+, expected 0.3 to 3: norm"),
-    ("stream", lambda path: scale(path, "proxy", 0.02), r"`proxy` has a root mean square of 0\.0\d+, expected 0.3 to 6"),
-    ("stream", lambda path: scale(path, "video", 0.1, 4.0), r"`video` has mean \d\.\d+ in channel \d+, expected -3 to 3"),
+    ("stream", lambda path: scale(path, "video", 9.0),
+     r"`video` has a root mean square of \d\.\d+, expected 0.3 to 3: norm"),
+    ("stream", lambda path: scale(path, "proxy", 0.02),
+     r"`proxy` has a root mean square of 0\.0\d+, expected 0.3 to 6"),
+    ("stream", lambda path: scale(path, "video", 0.1, 4.0),
+     r"`video` has mean \d\.\d+ in channel \d+, expected -3 to 3"),
     ("start_2", lambda path: scale(path, "picture1_native", float("inf")), "`picture1_native` holds .* not finite"),
     ("start_2", lambda path: scale(path, "text", 0.0, 1.0), "`text` is constant, expected a picture or text"),
-    ("clip", lambda path: edit(path, codec={"name": "x", "hash": "y"}), "codec x y, expected rtcwm-pca .* as 5 of 6 clips"),
+    ("clip", lambda path: edit(path, codec={"name": "x", "hash": "y"}),
+     "codec x y, expected rtcwm-pca .* as 5 of 6 clips"),
 ]  # fmt: skip
 
 

@@ -59,7 +59,8 @@ def test_pt_files_become_clips_that_train(tmp_path, monkeypatch, capsys):
     assert rtcwm(monkeypatch, "clips", "import", source, "--out", tmp_path / "clips") == 0
     told = capsys.readouterr().out
     for part in (
-        "6 clips made, 0 already there, 0 refused", "6 clips of 7 chunks: 2 spans of 6 chunks each, one start frame (0)",
+        "6 clips made, 0 already there, 0 refused", "6 clips of 7 chunks: 2 spans of 6 chunks each, one start frame "
+        "(0)",
         "the last 2 latents of 6 clips", "ask for 8 to 14 chunks from a start frame, the longest clip has 7",
         "Picture 1 is the cache's anchor: 6 clips", "captions kept: 6 clips", "3 episodes", "codec: imported unknown",
     ):  # fmt: skip
@@ -270,10 +271,12 @@ def without(name):
 BAD = [
     (without("proxy_latent"), r"bad.pt lacks proxy_latent; it holds \['anchor_latent'"),
     (without("text_embedding"), "lacks text_embedding"),
-    (lambda held: held.update(vae_latent=torch.zeros(16, 37, 4, 6)), r"vae_latent is \[16, 37, 4, 6\], expected \[24, L"),
+    (lambda held: held.update(vae_latent=torch.zeros(16, 37, 4, 6)),
+     r"vae_latent is \[16, 37, 4, 6\], expected \[24, L"),
     (lambda held: held.update(vae_latent=torch.zeros(24, 37, 4, 6, dtype=torch.int8)), "vae_latent is torch.int8"),
     (lambda held: held["vae_latent"].fill_(float("nan")), "vae_latent is empty or holds values that are not finite"),
-    (lambda held: held.update(proxy_latent=torch.zeros(24, 36, 2, 3)), "37 latents and proxy_latent 36, expected the same"),
+    (lambda held: held.update(proxy_latent=torch.zeros(24, 36, 2, 3)),
+     "37 latents and proxy_latent 36, expected the same"),
     (lambda held: held.update(vae_latent=torch.zeros(24, 22, 4, 6)), "22 latents cover 73 frames, its info says 124"),
     (lambda held: (held.update(vae_latent=torch.zeros(24, 22, 4, 6), proxy_latent=torch.zeros(24, 22, 2, 3)),
                    held["info"].pop("num_frames")), "22 latents are 4 whole chunks, a span takes 6"),
@@ -329,12 +332,15 @@ PRECOMPUTED = [
     (lambda root: (root / "latents" / "a.safetensors").unlink(), "latents/a.safetensors is missing"),
     (lambda root: os.truncate(root / "conditions" / "a.safetensors", 50), "conditions/a.safetensors is truncated"),
     (lambda root: (root / "reference_latents" / "a.safetensors").unlink(), "has no reference video"),
-    (lambda root: save_file({"latents": torch.zeros(7, 96)}, root / "latents" / "a.safetensors"), r"\[7, 96\], expected \[6"),
-    (lambda root: save_file({"latents": torch.zeros(6, 90)}, root / "latents" / "a.safetensors"), r"\[6, 90\], expected"),
+    (lambda root: save_file({"latents": torch.zeros(7, 96)}, root / "latents" / "a.safetensors"),
+     r"\[7, 96\], expected \[6"),
+    (lambda root: save_file({"latents": torch.zeros(6, 90)}, root / "latents" / "a.safetensors"),
+     r"\[6, 90\], expected"),
     (lambda root: save_file({"geometry": torch.tensor([[0, 1, 4, 6, 0]]), "latents": torch.zeros(6, 96)},
                             root / "reference_latents" / "a.safetensors"), "no reference video among the references"),
     (lambda root: save_file({"geometry": torch.tensor([[1, 37, 2, 3, 0]]), "latents": torch.zeros(75, 96)},
-                            root / "reference_latents" / "a.safetensors"), "75 reference rows, their geometry needs 74"),
+                            root / "reference_latents" / "a.safetensors"),
+     "75 reference rows, their geometry needs 74"),
 ]  # fmt: skip
 
 

@@ -15,8 +15,9 @@ from rtcwm.model.loading import build_base, open_base
 RENAMED = {
     "token_refiner.refiner_blocks.": "token_refiner.blocks.", "transformer_blocks.": "blocks.",
     "time_embedder.linear_1.": "time_embedder.proj_in.", "time_embedder.linear_2.": "time_embedder.proj_out.",
-    "audio_proj_in.": "audio_patch_proj.", "context_embedder.": "condition_proj.", "norm_out.norm.": "final_layer.norm.",
-    "norm_out.linear.": "final_layer.adaln_proj.linear.", "audio_proj_out.": "final_layer.audio_out.",
+    "audio_proj_in.": "audio_patch_proj.", "context_embedder.": "condition_proj.", 
+    "norm_out.norm.": "final_layer.norm.", "norm_out.linear.": "final_layer.adaln_proj.linear.",
+    "audio_proj_out.": "final_layer.audio_out.",
     ".attn.norm_q.": ".attn.q_norm.", ".attn.norm_k.": ".attn.k_norm.", ".attn.to_out.0.": ".attn.out_proj.",
     ".ff.net.0.proj.": ".mlp.fc1.", ".ff.net.2.": ".mlp.fc2.",
 }  # fmt: skip
@@ -103,11 +104,13 @@ def test_one_shard_without_the_index(model, tmp_path):
 
 
 OTHERS = [
-    (lambda root, model: save_file({f"model.diffusion_model.{n}": v for n, v in original(model).items()}, root / "x.safetensors"),
+    (lambda root, model: save_file({f"model.diffusion_model.{n}": v for n, v in original(model).items()},
+                                   root / "x.safetensors"),
      "x.safetensors", "original layout's tensors"),
     (lambda root, model: save_file(original(model) | {"adaln_t_table": torch.ones(2)}, root / "x.safetensors"),
      "x.safetensors", "is a pruned model"),
-    (lambda root, model: save_file(dict(model.state_dict()), root / "x.safetensors"), "x.safetensors", "name its folder"),
+    (lambda root, model: save_file(dict(model.state_dict()), root / "x.safetensors"),
+     "x.safetensors", "name its folder"),
     (lambda root, model: torch.save(model.state_dict(), root / "x.pt"), "x.pt", "is a pickle, which can run code"),
     (lambda root, model: (root / "x.gguf").write_bytes(b"GGUF"), "x.gguf", "is a GGUF file"),
     (lambda root, model: (root / "x.txt").write_text("no"), "x.txt", "expected 'embedded', a diffusers H3 folder"),

@@ -1,8 +1,8 @@
 """Adapters for other programs: the same numbers under other names, bit for bit.
 
-Nothing is computed on the way: qkv is split or joined, the feed-forward's halves swap, and every value keeps its bits and
-its type. So a file that went to any layout and back has the bytes that it had. `fuse` alone makes another adapter of one:
-of the same products ``up @ down`` at a higher rank, for files whose q, k and v were trained apart.
+Nothing is computed on the way: qkv is split or joined, the feed-forward's halves swap, and every value keeps its bits
+and its type. So a file that went to any layout and back has the bytes that it had. `fuse` alone makes another adapter
+of one: of the same products ``up @ down`` at a higher rank, for files whose q, k and v were trained apart.
 """
 
 import json
@@ -38,8 +38,8 @@ def export(source: Path, layout: str, out: Path) -> AdapterShape:
         out: the file to write, a folder for peft; what is there is replaced.
 
     Raises:
-        UserError: a file that cannot be read or holds non-finite values, q, k and v that cannot be fused at their rank, or
-            an `out` that does not fit the layout.
+        UserError: a file that cannot be read or holds non-finite values, q, k and v that cannot be fused at their
+            rank, or an `out` that does not fit the layout.
     """
     file = open_adapter(source)
     shape = file.shape()
@@ -53,8 +53,8 @@ def fuse(source: Path, layout: str, out: Path) -> AdapterShape:
     """Writes the same adapter at one rank, with one down projection for q, k and v; returns its shape.
 
     With A and B the down and up projections, ``[Bq Aq; Bk Ak; Bv Av] = blockdiag(Bq, Bk, Bv) [Aq; Ak; Av]``, and equal
-    A stand once. Layers of a lower rank than the highest are filled up as a new adapter begins: drawn down rows, zero up
-    columns, which add nothing and can be trained. alpha grows with the rank, so that alpha / rank stays.
+    A stand once. Layers of a lower rank than the highest are filled up as a new adapter begins: drawn down rows, zero
+    up columns, which add nothing and can be trained. alpha grows with the rank, so that alpha / rank stays.
 
     Raises:
         UserError: as `export`, or layers whose alpha / rank differ.
@@ -66,8 +66,8 @@ def fuse(source: Path, layout: str, out: Path) -> AdapterShape:
     scales = {file.alpha(entry) / file.rank(entry): entry.module for _, _, entry in file.entries()}
     if len(scales) > 1:
         raise UserError(
-            f"{source}: alpha / rank differs between layers ({'; '.join(f'{at}: {s:g}' for s, at in scales.items())}); one for "
-            "all is expected"
+            f"{source}: alpha / rank differs between layers "
+            f"({'; '.join(f'{at}: {s:g}' for s, at in scales.items())}); one for all is expected"
         )
     layers = [(block, site) for block in range(sizes.layers) for site in SITES]
     rank = max(
@@ -158,8 +158,8 @@ def main_fuse(file: Path, out: Path, to: Literal["musubi", "comfyui", "diffusers
     """Write the same adapter at one rank that holds it exactly: q, k and v that were trained apart are stacked.
 
     Args:
-        file: adapter whose q, k and v have down projections of their own, or whose layers have different ranks; may stand
-            first, without --file.
+        file: adapter whose q, k and v have down projections of their own, or whose layers have different ranks; may
+            stand first, without --file.
         out: file to write (.safetensors); a folder for peft.
         to: layout to write.
     """

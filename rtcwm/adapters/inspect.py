@@ -66,7 +66,7 @@ def describe(path: Path) -> Iterator[str]:
     apart = [block for block in range(sizes.layers) if file.stacked_rank(block) != file.rank(_qkv(file, block))]
     if apart:
         most = max(file.stacked_rank(block) for block in apart)
-        yield f"q, k and v have down projections of their own in {len(apart)} blocks; `rtcwm adapter fuse` needs rank {most}"
+        yield f"q, k and v have downs of their own in {len(apart)} blocks; `rtcwm adapter fuse` needs rank {most}"
     elif not bad:
         yield from _norms(file, sizes)
 
@@ -86,7 +86,8 @@ def _norms(file: AdapterFile, sizes: AdapterShape) -> Iterator[str]:
         mean = sum(value for value, _, _ in found) / len(found)
         least, most = min(found)[0], max(found)[0]
         yield (
-            f"{site:10} {mean:32.4g} {least:10.4g} {most:10.4g} {sum(downs) / len(downs):9.4g} {sum(ups) / len(ups):9.4g}"
+            f"{site:10} {mean:32.4g} {least:10.4g} {most:10.4g} {sum(downs) / len(downs):9.4g} "
+            f"{sum(ups) / len(ups):9.4g}"
         )
     every.sort()
     yield "least: " + ", ".join(f"block {block} {site} {value:.4g}" for value, block, site in every[:3])

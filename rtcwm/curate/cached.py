@@ -97,7 +97,7 @@ def grid(source: str, rows: Tensor, latents: int, height: int, width: int) -> Te
     expected = latents * rows_per_latent(height, width)
     if rows.shape != (expected, PATCH_FEATURES) or not expected:
         raise UserError(
-            f"{source}: rows of shape {list(rows.shape)}, expected [{expected}, {PATCH_FEATURES}] for {latents} latents of "
-            f"{height} x {width}"
+            f"{source}: rows of shape {list(rows.shape)}, expected [{expected}, {PATCH_FEATURES}] for {latents} "
+            f"latents of {height} x {width}"
         )
     return unpatchify(rows[None], latents, height, width)[0].reshape(LATENT_CHANNELS, latents, height, width)

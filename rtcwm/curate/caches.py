@@ -1,12 +1,13 @@
 """What the latent caches of other trainers hold, read into one form.
 
 Three kinds are known. ``.pt`` files, one a clip: ``vae_latent [24, L, h, w]``, ``proxy_latent [24, L, ph, pw]``,
-``anchor_latent [24, 1, H, W]``, ``text_embedding [n, width]``, ``text_token_tags [n]``, ``info``. Parquet rows with the same
-tensors as ``<name>_bytes``, ``_shape`` and ``_dtype``, or with the references as packed rows. ``.precomputed`` folders: an
-``index.json`` and, by sample, ``latents``, ``conditions`` and ``reference_latents`` (packed rows and their geometry).
+``anchor_latent [24, 1, H, W]``, ``text_embedding [n, width]``, ``text_token_tags [n]``, ``info``. Parquet rows with
+the same tensors as ``<name>_bytes``, ``_shape`` and ``_dtype``, or with the references as packed rows.
+``.precomputed`` folders: an ``index.json`` and, by sample, ``latents``, ``conditions`` and ``reference_latents``
+(packed rows and their geometry).
 
-All of it is foreign input: a ``.pt`` is loaded with ``weights_only`` alone, ids never leave their folder, and every tensor
-is held against its shape before it is used.
+All of it is foreign input: a ``.pt`` is loaded with ``weights_only`` alone, ids never leave their folder, and every
+tensor is held against its shape before it is used.
 """
 
 import json
@@ -35,7 +36,8 @@ def open_cache(source: Path) -> tuple[str, Iterator[tuple[str, Read]]]:
     """The kind of a cache, and of every sample its name and a function that reads it (and raises `UserError`).
 
     Args:
-        source: a folder of .pt files, of .parquet files or a .precomputed folder (or the one that holds it); or one file.
+        source: a folder of .pt files, of .parquet files or a .precomputed folder (or the one that holds it); or one
+            file.
 
     Raises:
         UserError: nothing there, nothing known, or several kinds in one folder.
@@ -75,7 +77,8 @@ def read_pt(file: Path) -> Cached:
     except pickle.UnpicklingError as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(
-            f"{file} holds more than tensors and plain values and would run code as it is loaded: it is refused ({first})"
+            f"{file} holds more than tensors and plain values and would run code as it is loaded: it is refused "
+            f"({first})"
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, AttributeError, UnicodeDecodeError) as error:
         raise UserError(f"{file} is truncated or not a .pt file ({error}): copy it again") from error

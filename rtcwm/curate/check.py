@@ -1,8 +1,9 @@
 """`rtcwm clips check`: everything that is wrong with a folder of clips, one line a fault.
 
-Headers are checked as a run checks them, but every clip is looked at instead of stopping at the first fault, and then the
-values are read. Chunks that `clip.json` flags are not: training leaves them out. With ``--flag`` the chunks that
-`rtcwm.curate.quality` finds are written there, in the place of those that it wrote before; spans that others flagged stay.
+Headers are checked as a run checks them, but every clip is looked at instead of stopping at the first fault, and then
+the values are read. Chunks that `clip.json` flags are not: training leaves them out. With ``--flag`` the chunks that
+`rtcwm.curate.quality` finds are written there, in the place of those that it wrote before; spans that others flagged
+stay.
 """
 
 import json
@@ -110,13 +111,13 @@ def value_faults(clip: Clip, video: list[Measures], proxy: list[Measures], limit
         for chunk, found in used.items():
             if found.bad:
                 yield (
-                    f"{stream}: `{name}` holds {found.bad} values that are not finite in chunk {chunk}, expected none: encode "
-                    "the clip again, or flag the chunk (--flag)"
+                    f"{stream}: `{name}` holds {found.bad} values that are not finite in chunk {chunk}, expected "
+                    "none: encode the clip again, or flag the chunk (--flag)"
                 )
             elif found.constant:
                 yield (
-                    f"{stream}: `{name}` is constant in chunk {chunk}, expected a picture: encode the clip again, or flag the "
-                    "chunk (--flag)"
+                    f"{stream}: `{name}` is constant in chunk {chunk}, expected a picture: encode the clip again, or "
+                    "flag the chunk (--flag)"
                 )
         for fault in statistics_faults(name, [found for found in used.values() if not found.constant], limits):
             yield f"{stream}: {fault}"
@@ -147,8 +148,8 @@ def common_faults(root: Path, clips: list[Clip]) -> Iterator[str]:
         usual, odd = odd_clips(clips, key)
         for clip in odd:
             yield (
-                f"{clip.path / DESCRIPTION}: {what} {key(clip)}, expected {usual} as {len(clips) - len(odd)} of {len(clips)} "
-                f"clips have: {advice}"
+                f"{clip.path / DESCRIPTION}: {what} {key(clip)}, expected {usual} as {len(clips) - len(odd)} of "
+                f"{len(clips)} clips have: {advice}"
             )
     try:
         manifest.check(root, {clip.id: clip.path for clip in clips}, clips[0].codec)

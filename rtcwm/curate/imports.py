@@ -1,8 +1,8 @@
 """`rtcwm clips import`: clip folders of other trainers' caches, and what those cannot give.
 
 A cache's sample is one window, usually of 37 latents: seven whole chunks (35 latents, 119 frames) and two latents that
-begin an eighth. Its one start frame is the window's own beginning, with the cache's text rows. So diffusion forcing gets
-two six-chunk spans of each clip, and distillation, whose rollouts are longer, gets none.
+begin an eighth. Its one start frame is the window's own beginning, with the cache's text rows. So diffusion forcing
+gets two six-chunk spans of each clip, and distillation, whose rollouts are longer, gets none.
 
 Latents are taken as they are: normalised, in fp16 or bf16, whichever loses less. Which VAE made them is not told by any
 cache; without ``--codec`` they carry an identity of their own, so that they are never mixed with others unnoticed.
@@ -91,8 +91,8 @@ def claim(out: Path, kind: str, codec: dict[str, str]) -> None:
         raise UserError(f"--out {out} holds clips that were not imported: choose another folder")
     if listed is not None and (listed.get("imported") != kind or listed["codec"] != codec):
         raise UserError(
-            f"--out {out} holds clips of {listed.get('imported', 'another origin')} and codec {listed['codec']}, these are of "
-            f"{kind} and {codec}: choose another folder"
+            f"--out {out} holds clips of {listed.get('imported', 'another origin')} and codec {listed['codec']}, "
+            f"these are of {kind} and {codec}: choose another folder"
         )
     manifest.write(out, {"codec": codec, "clips": {}, "imported": kind})
 
@@ -118,8 +118,8 @@ def one_clip(out: Path, clip_id: str, read: Read, codec: dict[str, str], pattern
     told = {"cache": sample.source, **sample.told}
     try:
         write_clip(
-            out, clip_id, sixteen(sample.video[:, latents]), sixteen(sample.proxy[:, latents]), {0: start}, episode, codec,
-            prepared={"imported": told, "picture1": note},
+            out, clip_id, sixteen(sample.video[:, latents]), sixteen(sample.proxy[:, latents]), {0: start}, episode,
+            codec, prepared={"imported": told, "picture1": note},
         )  # fmt: skip
     except UserError as fault:
         raise UserError(f"{sample.source}: {fault}") from fault
@@ -146,14 +146,16 @@ def check(sample: Cached) -> None:
             raise UserError(f"{source}: {name} is {list(tensor.shape)}, expected [{LATENT_CHANNELS}, L, h, w]")
     if proxy.shape[1] != video.shape[1]:
         raise UserError(
-            f"{source}: vae_latent has {video.shape[1]} latents and proxy_latent {proxy.shape[1]}, expected the same frames"
+            f"{source}: vae_latent has {video.shape[1]} latents and proxy_latent {proxy.shape[1]}, expected the same "
+            "frames"
         )
     if sample.picture is not None and sample.picture.shape[1] != 1:
         raise UserError(f"{source}: anchor_latent has {sample.picture.shape[1]} latents, expected 1")
     text, tags = sample.text, sample.tags
     if text.ndim != 2 or tags.shape != text.shape[:1]:
         raise UserError(
-            f"{source}: text_embedding is {list(text.shape)} and text_token_tags {list(tags.shape)}, expected [n, width], [n]"
+            f"{source}: text_embedding is {list(text.shape)} and text_token_tags {list(tags.shape)}, expected "
+            "[n, width], [n]"
         )
     if tags.is_floating_point() or not set(tags.tolist()) <= {VIDEO_TAG, TEXT_TAG}:
         raise UserError(
@@ -162,7 +164,7 @@ def check(sample: Cached) -> None:
 
 
 def pictures(sample: Cached) -> tuple[Tensor, Tensor | None, str]:
-    """Picture 1 in the video's size, at a short edge of 2048 where the cache has it, and a remark on where they are from.
+    """Picture 1 in the video's size, at a short edge of 2048 where the cache has it, and where they are from.
 
     The VAE codes a clip's first frame alone, so the first latent of the window is the coding of its first frame.
     """
@@ -209,8 +211,9 @@ def report(found: Imported, codec: dict[str, str]) -> list[str]:
     defaults = {option.name: option.default for option in fields(DistillConfig)}
     if found.chunks and max(found.chunks) < defaults["max_chunks"]:
         lines.append(
-            f"no rollouts for distillation: its defaults ask for {defaults['min_chunks']} to {defaults['max_chunks']} chunks "
-            f"from a start frame, the longest clip has {max(found.chunks)}; train on these clips, distil on longer ones"
+            f"no rollouts for distillation: its defaults ask for {defaults['min_chunks']} to {defaults['max_chunks']} "
+            f"chunks from a start frame, the longest clip has {max(found.chunks)}; train on these clips, distil on "
+            "longer ones"
         )
     lines += [f"{note}: {count} clips" for note, count in found.notes.items()]
     lines.append(f"{len(found.episodes)} episodes (--episode); clips of one are held out together")

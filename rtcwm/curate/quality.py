@@ -1,10 +1,11 @@
 """What the latents of a chunk tell of its picture, without a decoder.
 
-Latents are normalised, so a number means much the same in any codec: about 1 is usual, and a picture without content has
-none of its own. Of a chunk ``x [24, 5, h, w]`` and of the latent before it:
+Latents are normalised, so a number means much the same in any codec: about 1 is usual, and a picture without content
+has none of its own. Of a chunk ``x [24, 5, h, w]`` and of the latent before it:
 
 - finite: whether every number is one;
-- detail: root mean square of ``x - mean of x over the picture``, latent by latent: how much differs from place to place;
+- detail: root mean square of ``x - mean of x over the picture``, latent by latent: how much differs
+  from place to place;
 - motion: root mean square of the difference of neighbouring latents, over detail;
 - alike: the least cosine of neighbouring latents less their means: 1 for a still picture, about 0 across a cut.
 
@@ -12,8 +13,8 @@ A chunk's first latent covers one frame and the others four, which some codecs n
 among the latents of four frames: the second of a chunk follows the last of the chunk before.
 
 The defaults of `Limits` were set on the embedded world (detail 0.54 to 0.83, motion 0.30 and more, alike 0.27 and more;
-pictures at 5 % brightness: detail 0.04; a still with noise of 2 grey levels: motion 0.025; two scenes joined: alike 0.13).
-Latents of the released VAE were not at hand: look at what would be flagged before you believe it.
+pictures at 5 % brightness: detail 0.04; a still with noise of 2 grey levels: motion 0.025; two scenes joined: alike
+0.13). Latents of the released VAE were not at hand: look at what would be flagged before you believe it.
 """
 
 import math

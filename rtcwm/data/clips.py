@@ -242,8 +242,8 @@ def require_equal(clips: Sequence[Clip], what: str, key: Callable[[Clip], Hashab
     usual, odd = odd_clips(clips, key)
     if odd:
         raise UserError(
-            f"clip {odd[0].id} has {what} {key(odd[0])}, but {len(clips) - len(odd)} of {len(clips)} clips have {usual} "
-            f"({len(odd)} clips differ): {advice}"
+            f"clip {odd[0].id} has {what} {key(odd[0])}, but {len(clips) - len(odd)} of {len(clips)} clips have "
+            f"{usual} ({len(odd)} clips differ): {advice}"
         )
 
 

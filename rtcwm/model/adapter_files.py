@@ -1,8 +1,8 @@
 """Adapters on disk: one safetensors file that says what it is for.
 
-rtcwm writes the musubi layout of the released Code World Model adapter, bf16, and reads that and the layouts of ComfyUI,
-diffusers and PEFT (:mod:`rtcwm.model.adapter_layouts`), bf16, fp16 or fp32. The metadata carries what a user of the file
-has to know: base, step, objective, shift, levels, span, rank, alpha.
+rtcwm writes the musubi layout of the released Code World Model adapter, bf16, and reads that and the layouts of
+ComfyUI, diffusers and PEFT (:mod:`rtcwm.model.adapter_layouts`), bf16, fp16 or fp32. The metadata carries what a user
+of the file has to know: base, step, objective, shift, levels, span, rank, alpha.
 """
 
 from collections.abc import Mapping

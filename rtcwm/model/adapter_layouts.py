@@ -2,9 +2,9 @@
 
 Two vocabularies are in use. The original model's: ``blocks.{i}.`` and ``attn.qkv_proj`` (fused, rows [q; k; v]),
 ``attn.out_proj``, ``mlp.fc1`` (rows [gate; value]), ``mlp.fc2``. And diffusers': ``transformer_blocks.{i}.`` and
-``attn.to_q``, ``to_k``, ``to_v`` (``attn.to_qkv`` once fused), ``attn.to_out.0``, ``ff.net.0.proj`` (rows [value; gate]),
-``ff.net.2``. A file adds a prefix, may write the dots as underscores, and ends a name in ``lora_down.weight`` and
-``lora_up.weight``, or ``lora_A.weight`` and ``lora_B.weight``.
+``attn.to_q``, ``to_k``, ``to_v`` (``attn.to_qkv`` once fused), ``attn.to_out.0``, ``ff.net.0.proj`` (rows [value;
+gate]), ``ff.net.2``. A file adds a prefix, may write the dots as underscores, and ends a name in ``lora_down.weight``
+and ``lora_up.weight``, or ``lora_A.weight`` and ``lora_B.weight``.
 
 ============  =========================================================  ==========  ==============================
 layout        first name of a block                                      qkv         alpha
@@ -37,7 +37,7 @@ RELEASED_HEAD = 128
 """Width of an attention head of the release."""
 
 _NAME = re.compile(
-    r"(?P<prefix>lora_unet_|model\.diffusion_model\.|diffusion_model\.|transformer_ref\.|transformer\.|base_model\.model\.)?"
+    r"(?P<prefix>lora_unet_|(?:model\.)?diffusion_model\.|transformer_ref\.|transformer\.|base_model\.model\.)?"
     r"(?P<blocks>transformer_blocks|blocks)[._](?P<block>\d+)[._](?P<module>[a-z_.0-9]+?)"
     r"\.(?:(?P<down>lora_down|lora_A)|(?P<up>lora_up|lora_B)|(?P<alpha>alpha))(?P<default>\.default)?(?:\.weight)?"
 )

@@ -1,7 +1,7 @@
 """An adapter on disk, in any of the layouts that are read: what it holds, checked, and its values where they lie.
 
-A run looks at an adapter several times before it starts: header, values, hash, weights. `open_adapter` gives all of them
-one map of the file, and what was found out about its values stays with it.
+A run looks at an adapter several times before it starts: header, values, hash, weights. `open_adapter` gives all of
+them one map of the file, and what was found out about its values stays with it.
 """
 
 import hashlib
@@ -52,16 +52,16 @@ class AdapterFile:
         if not self.names.entries:
             some = sorted(self.weights.shapes)[:2]
             raise UserError(
-                f"{path} holds {len(self.weights.shapes)} tensors, such as {some}: not an adapter of MiniMax-H3's blocks in "
-                "the layout of musubi, ComfyUI, diffusers or PEFT"
+                f"{path} holds {len(self.weights.shapes)} tensors, such as {some}: not an adapter of MiniMax-H3's "
+                "blocks in the layout of musubi, ComfyUI, diffusers or PEFT"
             )
         if self.names.layout is None:
             kinds = ", ".join(f"{prefix}{blocks}..." for blocks, prefix in self.names.kinds)
             raise UserError(f"{path} mixes several layouts or models ({kinds}): expected one adapter a file, split it")
         if self.names.kinds == (("blocks", PEFT_PREFIX),):
             raise UserError(
-                f"{path} names the original model's layers under PEFT's prefix, which does not tell the order of its qkv "
-                f"rows: if they are stacked [q; k; v], rename {PEFT_PREFIX}blocks to diffusion_model.blocks"
+                f"{path} names the original model's layers under PEFT's prefix, which does not tell the order of its "
+                f"qkv rows: if they are stacked [q; k; v], rename {PEFT_PREFIX}blocks to diffusion_model.blocks"
             )
         self.layout = self.names.layout
         self.config = read_config(self.weights, self.names)
@@ -129,8 +129,8 @@ class AdapterFile:
         beyond = [entry.down for block, _, entry in self.entries() if block >= own.layers]
         if extra := sorted([*self.names.foreign, *beyond]):
             raise UserError(
-                f"{self.path} holds {len(extra)} tensors that this base has no layer for, such as {extra[0]}; rtcwm adapts "
-                f"{', '.join(SITES)} of {own.layers} blocks"
+                f"{self.path} holds {len(extra)} tensors that this base has no layer for, such as {extra[0]}; rtcwm "
+                f"adapts {', '.join(SITES)} of {own.layers} blocks"
             )
         return AdapterShape(own.layers, own.hidden, own.inner, own.ffn, rank, self.alpha(first))
 
@@ -144,8 +144,8 @@ class AdapterFile:
         ranks = sorted({self.rank(entry) for _, _, entry in self.entries()})
         if len(ranks) > 1:
             raise UserError(
-                f"{self.path} has layers of ranks {', '.join(map(str, ranks))}; rtcwm runs one rank. `rtcwm adapter fuse "
-                f"{self.path} --out OUT` writes the same adapter at one rank"
+                f"{self.path} has layers of ranks {', '.join(map(str, ranks))}; rtcwm runs one rank. `rtcwm adapter "
+                f"fuse {self.path} --out OUT` writes the same adapter at one rank"
             )
         if len({self.alpha(entry) for _, _, entry in self.entries()}) > 1:
             raise UserError(f"{self.path}: alpha differs between layers; one alpha for all is expected")
@@ -192,7 +192,8 @@ class AdapterFile:
         if self.layout == "diffsynth" and site == "attn_qkv":
             if up.shape[0] % (3 * head):
                 raise UserError(
-                    f"{self.path}: {held[0].up} has {up.shape[0]} rows, expected q, k and v of heads of width {head} in turn"
+                    f"{self.path}: {held[0].up} has {up.shape[0]} rows, expected q, k and v of heads of width {head} "
+                    "in turn"
                 )
             up = stack_heads(up, head)
         return self.weights.tensor(held[0].down), up
@@ -208,9 +209,10 @@ class AdapterFile:
             rank, stacked = self.rank(held[0]), self.stacked_rank(block)
             if stacked != rank:
                 return (
-                    f"{self.path}: q, k and v of block {block} have down projections of their own ({site}, rank {rank}), and "
-                    f"rtcwm trains one for the fused layer: at rank {rank} they cannot be fused, at rank {stacked} they can, "
-                    f"exactly. `rtcwm adapter fuse {self.path} --out OUT` does that, and brings all other layers to its rank"
+                    f"{self.path}: q, k and v of block {block} have down projections of their own ({site}, rank "
+                    f"{rank}), and rtcwm trains one for the fused layer: at rank {rank} they cannot be fused, at rank "
+                    f"{stacked} they can, exactly. `rtcwm adapter fuse {self.path} --out OUT` does that, and brings "
+                    "all other layers to its rank"
                 )
         return None
 

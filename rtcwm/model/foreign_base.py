@@ -1,8 +1,8 @@
 """A base that is not a diffusers folder: what it is, and how it becomes one.
 
 The original names are those of the release's own folders (``Ref2VA/transformer``: shards, qkv rows head by head) and of
-single files that ComfyUI loads (qkv rows stacked). diffusers converts both, and only it knows all of a model's layers, so
-rtcwm converts nothing: it says what to call. Pickled weights are never opened.
+single files that ComfyUI loads (qkv rows stacked). diffusers converts both, and only it knows all of a model's layers,
+so rtcwm converts nothing: it says what to call. Pickled weights are never opened.
 """
 
 import json
@@ -16,11 +16,12 @@ SIGN = "blocks.0.attn.qkv_proj.weight"
 """A tensor that the original layout has in every form."""
 PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 CONVERT_SHARDS = (
-    "convert the release's shards with diffusers' scripts/convert_minimax_h3_to_diffusers.py (their qkv rows stand head by "
-    "head), or take the release's own diffusers folder, transformer_ref"
+    "convert the release's shards with diffusers' scripts/convert_minimax_h3_to_diffusers.py (their qkv rows stand "
+    "head by head), or take the release's own diffusers folder, transformer_ref"
 )
 CONVERT_FILE = (
-    'convert it with diffusers: MiniMaxH3Transformer3DModel.from_single_file(FILE, config=FOLDER, qkv_layout="stacked", '
+    "convert it with diffusers: MiniMaxH3Transformer3DModel.from_single_file(FILE, config=FOLDER, "
+    'qkv_layout="stacked", '
     "torch_dtype=torch.bfloat16).save_pretrained(OUT), FOLDER holding the config.json of transformer_ref, and name OUT "
     '("interleaved" for a file that was joined from the release\'s own shards)'
 )
@@ -41,8 +42,8 @@ def explain_names(path: Path, names: Iterable[str]) -> str | None:
     known = {name.removeprefix(prefix) for name in names for prefix in (*PREFIXES, "")}
     if "adaln_t_table" in known:
         return (
-            f"{path} is a pruned model: its time embedder is a table, which diffusers' class has no place for; take the "
-            "unpruned weights"
+            f"{path} is a pruned model: its time embedder is a table, which diffusers' class has no place for; take "
+            "the unpruned weights"
         )
     if SIGN in known:
         return f"{path} holds the original layout's tensors ({SIGN}): {CONVERT_FILE}"
@@ -67,8 +68,8 @@ def _explain_folder(folder: Path) -> str | None:
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES or ".bin.index" in file.name)
     if pickles:
         return (
-            f"{folder} holds pickled weights ({pickles[0]}), which can run code as they are loaded: they are never read. Take "
-            "the safetensors files of the same release"
+            f"{folder} holds pickled weights ({pickles[0]}), which can run code as they are loaded: they are never "
+            "read. Take the safetensors files of the same release"
         )
     return None
 
@@ -76,8 +77,8 @@ def _explain_folder(folder: Path) -> str | None:
 def _explain_file(path: Path) -> str | None:
     if path.suffix in PICKLES:
         return (
-            f"{path} is a pickle, which can run code as it is loaded: it is never read. Take the safetensors file of the same "
-            "release"
+            f"{path} is a pickle, which can run code as it is loaded: it is never read. Take the safetensors file of "
+            "the same release"
         )
     if path.suffix == ".gguf":
         return f"{path} is a GGUF file: rtcwm needs the unquantised weights in a diffusers folder"

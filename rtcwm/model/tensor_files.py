@@ -106,6 +106,6 @@ def refuse_pickle(path: Path) -> None:
         start = file.read(LENGTH_BYTES + 1)
     if not start.endswith(b"{") and (start.startswith(b"PK\x03\x04") or start[:1] == b"\x80"):
         raise UserError(
-            f"{path} is a pickle, which can run code as it is loaded: it is never read. Ask for the .safetensors file, or "
-            "convert it in an environment of which nothing is at stake"
+            f"{path} is a pickle, which can run code as it is loaded: it is never read. Ask for the .safetensors "
+            "file, or convert it in an environment of which nothing is at stake"
         )
