@@ -97,7 +97,8 @@ def test_model_time_is_one_minus_sigma(model):
     sigma = torch.tensor([0.75, 0.0])
     seen = []
     handle = model.time_embedder.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    blocks.condition(model, random_window(latents=10).layout(stream=True), 1.0 - sigma)
+    layout = random_window(latents=10).layout(stream=True)
+    blocks.modulate(model, *row_times(layout, 1.0 - sigma), layout.tags)
     handle.remove()
     times = torch.tensor([0.999, 0.999, 1.0, 0.25, 1.0])
     angles = times[:, None] * torch.exp(-torch.arange(16) / 16 * torch.log(torch.tensor(10000.0)))

@@ -11,7 +11,7 @@ from rtcwm.model import blocks
 from rtcwm.model.attention import install, make_attend, resolve
 from rtcwm.model.layout import Geometry
 from rtcwm.model.masks import RULES, boolean_mask, flex_mask_mod, groups
-from rtcwm.model.packing import PROXY, TARGET, stock_layout, stream_layout
+from rtcwm.model.packing import PROXY, TARGET, row_times, stock_layout, stream_layout
 
 CHUNKS = (1, 2, 6, 8)
 TINY = Geometry(2, 4, 1, 3)  # 10 target and 10 proxy rows a chunk
@@ -187,9 +187,11 @@ def test_one_block_sees_five_chunks_back(model):
     attend = make_attend(resolve("sdpa", "cpu"), layout, "E")
     video = window.video.clone()
     video[:, :, 5:10] += 1.0
-    temb, _, adaln_index, rotary = blocks.condition(model, layout, torch.tensor(0.5))
+    times, time_index = row_times(layout, torch.tensor(0.5))
+    made = blocks.modulate(model, times, time_index, layout.tags)
+    rest = (made.blocks, made.adaln_index, model.rope(layout.position_ids), attend)
     before, after = (
-        model.transformer_blocks[0](blocks.embed(model, layout, w), temb, adaln_index, rotary, attend)
+        model.transformer_blocks[0](blocks.embed(model, layout, w), *rest)
         for w in (window, dataclasses.replace(window, video=video))
     )
     assert changed_chunks(before, after, layout, TARGET) == set(range(1, 7))

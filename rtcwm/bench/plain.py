@@ -139,7 +139,7 @@ class PlainModel:
         """Velocity [B, 24, T, h, w] of a noised window at model times ``times`` (one a chunk, or one)."""
         model = self.model
         values, time_index = row_times(layout, times, text_time)
-        temb = self.times(values)
+        temb = self.times(values.to(layout.device))
         text = self.text(window.text)
         video = torch.cat([patchify(part) for part in (window.picture1, window.proxy, window.video)], dim=1)
         hidden = text.new_zeros(text.shape[0], layout.rows, text.shape[2])

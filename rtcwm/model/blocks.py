@@ -19,19 +19,24 @@ from torch import Tensor, nn
 
 from rtcwm.model.attention import Attend
 from rtcwm.model.layout import MODALITIES
+from rtcwm.model.modulation import TableRows
 from rtcwm.model.packing import Layout, TextTime, Window, patchify, row_times, unpatchify
 
-Run = Callable[..., Tensor]  # run(block, hidden, temb, adaln_index, rotary, attend) -> hidden
+Run = Callable[..., Tensor]  # run(block, hidden, modulation, adaln_index, rotary, attend) -> hidden
 
 
-class Conditioning(NamedTuple):
-    """What every block is told about the rows: `temb` [m, time width] of the m model times, `time_index` [S] into it,
-    `adaln_index` [S] into the AdaLN rows (time, tag), `rotary` = (cos, sin), each [S, rotated channels] float32."""
+class Modulation(NamedTuple):
+    """What blocks and head are told about noise levels.
+
+    `temb` [m, time width] of the m model times, and `time_index` [S] into it; `blocks`, from which every block makes its
+    AdaLN rows (time, tag): temb again, or rows of a table for all blocks (`rtcwm.model.modulation`); `adaln_index` [S]
+    into them.
+    """
 
     temb: Tensor
     time_index: Tensor
+    blocks: Tensor
     adaln_index: Tensor
-    rotary: tuple[Tensor, Tensor]
 
 
 def call(block: nn.Module, *args: object) -> Tensor:
@@ -44,13 +49,18 @@ def dtype_of(module: nn.Module) -> torch.dtype:
     return next(module.parameters()).dtype
 
 
-def condition(
-    model: MiniMaxH3Transformer3DModel, layout: Layout, target_times: Tensor, text_time: TextTime = "pinned"
-) -> Conditioning:
-    """Times, AdaLN rows and rotary angles of a layout; `target_times` and `text_time` as in `row_times`."""
-    times, time_index = row_times(layout, target_times, text_time)
-    temb = time_embedding(model, times)
-    return Conditioning(temb, time_index, time_index * MODALITIES + layout.tags, model.rope(layout.position_ids))
+def modulate(model: MiniMaxH3Transformer3DModel, times: Tensor, time_index: Tensor, tags: Tensor) -> Modulation:
+    """For rows of these times and modalities: `times` [m], on the CPU or the host waits for the device; `time_index` and
+    `tags` [S] on the device.
+
+    Raises UserError for a time that the base's AdaLN table, if it has one, does not hold.
+    """
+    temb = time_embedding(model, times.to(tags.device))
+    adaln = model.transformer_blocks[0].adaln_proj
+    if not isinstance(adaln, TableRows):
+        return Modulation(temb, time_index, temb, time_index * MODALITIES + tags)
+    rows, which = adaln.table.rows(times)
+    return Modulation(temb, time_index, rows, which.to(tags.device)[time_index] * MODALITIES + tags)
 
 
 def time_embedding(model: MiniMaxH3Transformer3DModel, times: Tensor) -> Tensor:
@@ -98,16 +108,16 @@ def embed(model: MiniMaxH3Transformer3DModel, layout: Layout, window: Window) ->
 def run_blocks(
     model: MiniMaxH3Transformer3DModel,
     hidden: Tensor,
-    temb: Tensor,
+    modulation: Tensor,
     adaln_index: Tensor,
     rotary: tuple[Tensor, Tensor],
     attend: Attend | None,
     run: Run = call,
 ) -> Tensor:
-    """All blocks over `hidden` [B, S, hidden]. `attend` travels as the blocks' attention mask to the processors that
+    """All blocks over `hidden` [B, S, hidden]; `modulation` and `adaln_index` from `modulate`. `attend` travels as the blocks' attention mask to the processors that
     `attention.install` put there (None: full attention)."""
     for block in model.transformer_blocks:
-        hidden = run(block, hidden, temb, adaln_index, rotary, attend)
+        hidden = run(block, hidden, modulation, adaln_index, rotary, attend)
     return hidden
 
 
@@ -131,8 +141,9 @@ def predict_velocity(
     run: Run = call,
 ) -> Tensor:
     """Velocity [B, 24, T, h, w] float32 of a window whose `video` holds the noisy latents at model time `target_times`
-    (1 - sigma; one a chunk [chunks], or a scalar)."""
-    temb, time_index, adaln_index, rotary = condition(model, layout, target_times, text_time)
+    (1 - sigma; one a chunk [chunks], or a scalar; on the CPU, or the host may have to wait for the device)."""
+    made = modulate(model, *row_times(layout, target_times, text_time), layout.tags)
     hidden = embed(model, layout, window)
-    hidden = run_blocks(model, hidden, temb, adaln_index, rotary, attend, run)
-    return video_output(model, hidden, temb, time_index, layout)
+    rotary = model.rope(layout.position_ids)
+    hidden = run_blocks(model, hidden, made.blocks, made.adaln_index, rotary, attend, run)
+    return video_output(model, hidden, made.temb, made.time_index, layout)

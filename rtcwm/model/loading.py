@@ -240,6 +240,7 @@ def build_base(
     dtype: torch.dtype,
     reads: bool = True,
     place: Callable[[nn.Module], None] = lambda unit: None,
+    adaln: Callable[[int], nn.Module] | None = None,
 ) -> MiniMaxH3Transformer3DModel:
     """Builds the base of a source, unit by unit.
 
@@ -247,8 +248,13 @@ def build_base(
         device: where units are filled; dtype: of everything but the fp32 island (`FP32_ISLAND`).
         reads: whether this process fills the units, or leaves them uninitialised for ``place`` to broadcast into.
         place: called with every filled unit; may partition it.
+        adaln: gives what stands in the place of a block's AdaLN, whose weights are then not there at all
+            (`modulation.AdalnTable.stand_in`).
     """
     model = meta_model(source.config)
+    if adaln is not None:
+        for index, block in enumerate(model.transformer_blocks):
+            block.adaln_proj = adaln(index)
     for name, module in model.named_children():
         module.to(torch.float32 if name in FP32_ISLAND else dtype)
     # Its only tensor is a computed fp32 buffer, which no file holds.

@@ -39,6 +39,11 @@ def model_time(sigma: torch.Tensor) -> torch.Tensor:
     return 1 - sigma
 
 
+def on_grid(sigma: torch.Tensor, steps: int | None) -> torch.Tensor:
+    """The nearest of the noise levels ``k / steps``, which a table of model times holds; None leaves levels alone."""
+    return sigma if steps is None else (sigma * steps).round() / steps
+
+
 def per_latent(levels: torch.Tensor, latents_a_chunk: int) -> torch.Tensor:
     """Levels of chunks ``[chunks]`` as ``[1, 1, chunks * latents_a_chunk, 1, 1]``, to broadcast against latents."""
     return levels.repeat_interleave(latents_a_chunk)[None, None, :, None, None]

@@ -212,7 +212,8 @@ def _build(
 
 
 def row_times(layout: Layout, target_times: Tensor, text_time: TextTime = "pinned") -> tuple[Tensor, Tensor]:
-    """Model times (t = 1 - sigma) of the sequence: `times` [m] float32 and `time_index` [S], the entry of every row.
+    """Model times (t = 1 - sigma) of the sequence: `times` [m] float32, on the device of `target_times`, and `time_index`
+    [S], the entry of every row, on the layout's.
 
     `target_times` is one time a chunk [chunks], or a scalar for all of them. "pinned" gives text 0.999 and visual
     references 0.999 whatever the target's time, so that cached keys stay valid; "video" is the stock rule: text takes
@@ -223,7 +224,7 @@ def row_times(layout: Layout, target_times: Tensor, text_time: TextTime = "pinne
     if target_times.shape not in ((), (1,), (layout.chunks,)):
         found = tuple(target_times.shape)
         raise ValueError(f"target_times of shape {found}: expected one each for {layout.chunks} chunks, or a scalar")
-    target = target_times.to(device=layout.device, dtype=torch.float32).reshape(-1)
+    target = target_times.to(torch.float32).reshape(-1)
     if text_time == "pinned":
         text = reference = target.new_full((1,), REFERENCE_TIME)
     elif text_time == "video" and len(target) == 1:

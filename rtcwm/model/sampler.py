@@ -19,14 +19,13 @@ from diffusers import MiniMaxH3Transformer3DModel
 from torch import Tensor
 
 from rtcwm.model.attention import Kernel
-from rtcwm.model.blocks import Run, call, embed_audio, embed_text, embed_video, time_embedding, video_output
+from rtcwm.model.blocks import Run, call, embed_audio, embed_text, embed_video, modulate, video_output
 from rtcwm.model.cache import Cache, CachedAttend, Place, Span, Store, plan, window_start
 from rtcwm.model.layout import (
     AUDIO_CHANNELS,
     CHUNK_LATENTS,
     CLEAN_TIME,
     LATENT_CHANNELS,
-    MODALITIES,
     REFERENCE_TIME,
     SPAN_CHUNKS,
     Geometry,
@@ -229,14 +228,14 @@ class Stream:
             target_times[place.slot_of(place.chunk)] = model_time(sigma)
         times, time_index = row_times(layout, target_times)
         time_index = torch.cat([time_index[piece] for piece in rows])
-        adaln_index = time_index * MODALITIES + torch.cat([layout.tags[piece] for piece in rows])
-        temb = time_embedding(self.model, times)
+        made = modulate(self.model, times, time_index, torch.cat([layout.tags[piece] for piece in rows]))
         rotary = span.rotary(rows)
         calls = plan(places, self.cache.pieces, span, self.config.rule)
         states = torch.cat(list(hidden), dim=1)
         for index, block in enumerate(self.model.transformer_blocks):
-            states = run(block, states, temb, adaln_index, rotary, CachedAttend(self.kernel, calls, index, store))
-        return video_output(self.model, states, temb, time_index, self._head) if store is None else None
+            attend = CachedAttend(self.kernel, calls, index, store)
+            states = run(block, states, made.blocks, made.adaln_index, rotary, attend)
+        return video_output(self.model, states, made.temb, time_index, self._head) if store is None else None
 
 
 def forwards(stops: Sequence[int]) -> int:

@@ -91,10 +91,11 @@ def span_losses(
     """Mean squared velocity error of every chunk of a span, ``[chunks]`` fp32, under the causal mask.
 
     Args:
-        window: clean latents on the model's device; sigma: noise level of every chunk ``[chunks]``, on the device.
+        window: clean latents on the model's device; sigma: noise level of every chunk ``[chunks]``, on the CPU.
         run: how a block is run (adapter, checkpointing), see `Activations.runner`.
     """
     layout = window.layout(stream=True)
     attend = make_attend(kernel, layout, rule)
-    predicted = predict_velocity(model, noised(window, noise, sigma), layout, model_time(sigma), attend, run=run)
+    noisy = noised(window, noise, sigma.to(layout.device))
+    predicted = predict_velocity(model, noisy, layout, model_time(sigma), attend, run=run)
     return chunk_losses(predicted, window.video, noise.video, window.chunks)

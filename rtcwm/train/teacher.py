@@ -117,7 +117,7 @@ class Teacher:
         )
         layout = window.layout(stream=not released)
         attend = None if released else make_attend(self.kernel, layout, self.rule)
-        time = torch.tensor(1 - sigma, device=window.video.device)
+        time = torch.tensor(1 - sigma)
         times = time if released else time.expand(layout.chunks)
         text_time = "video" if released else "pinned"
         return predict_velocity(self.model, noisy, layout, times, attend, text_time=text_time, run=run)

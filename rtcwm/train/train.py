@@ -88,7 +88,7 @@ class Trainer(Loop):
             self.plan, self.streams, [self.sampler.next(self.world.rank) for _ in range(self.config.batch)]
         )
         window, noise = batch.window.to(self.world.device), batch.noise.to(self.world.device)
-        losses = self._span_losses(window, noise, batch.levels.sigma.to(self.world.device))
+        losses = self._span_losses(window, noise, batch.levels.sigma)
         loss = weighted_loss(losses, batch.levels.weight.to(self.world.device))
         self.engine.backward(loss)
         self.base.finish_backward()

@@ -72,7 +72,7 @@ class Grid:
             cell = self.cells[index]
             window = load_window(cell.clip, cell.first, cell.start, picture1=self.picture1).to(world.device)
             noise = SpanNoise.draw(window, self.streams.own("validation noise", index))
-            sigma = torch.full((SPAN_CHUNKS,), cell.sigma, device=world.device)
+            sigma = torch.full((SPAN_CHUNKS,), cell.sigma)
             with torch.no_grad():
                 mine.append((index, losses(window, noise, sigma).tolist()))
         results = dict(entry for entries in world.gather(mine) for entry in entries)
