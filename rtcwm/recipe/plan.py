@@ -13,6 +13,9 @@ TRAIN_CHUNKS = 16
 SHORT = 14
 """Chunks of the streams at which the model that nobody trained to stream is measured too: later it is noise."""
 
+SMALL = {"base-config": shipped_config("base_small"), "compile": "off"}
+"""Nothing of a small base needs recomputing, and compiling its blocks takes longer than it saves in minutes."""
+
 DISTILL = {
     "gen-lr": "1e-4", "critic-lr": "4e-4", "teacher-picture1": "start", "score-shift": "3", "ema": "0.95",
 }  # fmt: skip
@@ -57,29 +60,41 @@ class Plan:
     settings: Settings
     on_card: bool
 
-    @property
-    def ablations(self) -> tuple[str, ...]:
-        """The variants asked for.
+    def variants(self, seed: int) -> tuple[str, ...]:
+        """The variants that were asked for with this seed, in the order of `ABLATIONS`.
 
         Raises:
-            UserError: an unknown one.
+            UserError: an unknown one, or one for a seed that is not run.
         """
-        asked = tuple(ABLATIONS) if self.settings.ablations == ("all",) else self.settings.ablations
-        if unknown := sorted(set(asked) - set(ABLATIONS)):
-            raise UserError(f"--ablations {unknown}: known are all, {', '.join(ABLATIONS)}")
-        return asked
+        asked = set()
+        for text in self.settings.ablations:
+            name, at, only = text.partition("@")
+            if name not in (*ABLATIONS, "all") or (at and only not in map(str, self.settings.seeds)):
+                raise UserError(
+                    f"--ablations {text!r}: expected one of all, {', '.join(ABLATIONS)}, and after an @ one of the seeds "
+                    f"{list(self.settings.seeds)}"
+                )
+            if not at or int(only) == seed:
+                asked |= set(ABLATIONS) if name == "all" else {name}
+        return tuple(name for name in ABLATIONS if name in asked)
+
+    @property
+    def ablations(self) -> tuple[str, ...]:
+        """The variants of any seed."""
+        every = {name for seed in self.settings.seeds for name in self.variants(seed)}
+        return tuple(name for name in ABLATIONS if name in every)
 
     def folder(self, *parts: object) -> Path:
         return self.settings.out.joinpath(*map(str, parts))
 
     def jobs(self) -> list[Job]:
-        """Every job after those that it needs."""
-        jobs = [self._clips("clips", self.settings.clips, TRAIN_CHUNKS, 0), self._test_clips()]
-        for seed in self.settings.seeds:
-            jobs.append(self._train(seed))
-            jobs += [self._distill(seed, name) for name in ("default", *self.ablations)]
-            jobs += [self._evaluate_short(seed), self._evaluate_long(seed)]
-        return jobs
+        """Every job after those that it needs; those that all seeds wait for come first."""
+        seeds = self.settings.seeds
+        jobs = [self._clips("clips", self.settings.clips, TRAIN_CHUNKS, 0), *(self._train(seed) for seed in seeds)]
+        jobs += [self._distill(seed, "default") for seed in seeds]
+        jobs += [self._distill(seed, name) for seed in seeds for name in self.variants(seed)]
+        jobs.append(self._test_clips())
+        return jobs + [job for seed in seeds for job in (self._evaluate_short(seed), self._evaluate_long(seed))]
 
     def df_adapter(self, seed: int) -> Path:
         return self.folder(f"seed{seed}", "df", f"lora_step{self.settings.steps:05d}.safetensors")
@@ -110,7 +125,7 @@ class Plan:
                 "out": self.folder(f"seed{seed}", "df"), "clips": self.folder("clips"), "batch": 2 * settings.batch,
                 "steps": settings.steps, "val-clips": 4, "val-every": 0, "save-every": settings.steps, "lr": "1e-3",
                 "lr-min": "1e-5", "warmup": min(20, settings.steps // 2), "seed": seed,
-                "attn": "flex" if self.on_card else "sdpa", "base-config": shipped_config("base_small"),
+                "attn": "flex" if self.on_card else "sdpa", **SMALL,
             }
         )  # fmt: skip
         return Job(f"seed{seed}/df", command("rtcwm.train.train", *words), self.df_adapter(seed), ("clips",))
@@ -124,8 +139,7 @@ class Plan:
             {
                 "out": self.folder(f"seed{seed}", variant), "clips": self.folder("clips"), "batch": settings.batch,
                 "iters": settings.iters, "val-clips": 4, "save-every": settings.iters, "seed": seed,
-                "student-lora": self.df_adapter(seed), "attn": "sdpa", "base-config": shipped_config("base_small"),
-                **DISTILL, **changes,
+                "student-lora": self.df_adapter(seed), "attn": "sdpa", **SMALL, **DISTILL, **changes,
             }
         )  # fmt: skip
         done, name = self.student(seed, variant), f"seed{seed}/{variant}"
@@ -136,8 +150,9 @@ class Plan:
         return self._evaluate(seed, SHORT, models, self.short(seed), ("default",))
 
     def _evaluate_long(self, seed: int) -> Job:
-        models = self._models(seed) | {name: str(self.student(seed, name)) for name in self.ablations}
-        return self._evaluate(seed, self.settings.chunks, models, self.long(seed), ("default", *self.ablations))
+        variants = self.variants(seed)
+        models = self._models(seed) | {name: str(self.student(seed, name)) for name in variants}
+        return self._evaluate(seed, self.settings.chunks, models, self.long(seed), ("default", *variants))
 
     def _models(self, seed: int) -> dict[str, str]:
         df = self.df_adapter(seed)

@@ -95,16 +95,16 @@ def report(plan: Plan, found: Mapping) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def table(by_seed: Mapping[str, Mapping[str, Numbers]], rows: Sequence[str]) -> str:
+def table(by_seed: Mapping[str, Mapping[str, Numbers]], names: Sequence[str]) -> str:
     """One line a model."""
     first = next(iter(by_seed.values()))
-    lengths = [int(key[5:]) for key in first[rows[0]] if key.startswith("psnr_")]
+    lengths = [int(key[5:]) for key in first[names[0]] if key.startswith("psnr_")]
     columns = [(f"PSNR dB, {count} chunks", f"psnr_{count}", "{:.2f}") for count in lengths] + list(COLUMNS)
     lines = [["model", *(title for title, _, _ in columns)], ["---"] * (len(columns) + 1)]
-    for name in rows:
+    for name in names:
         cells = []
         for _, key, form in columns:
-            values = [by_seed[seed][name][key] for seed in by_seed if key in by_seed[seed][name]]
+            values = [rows[name][key] for rows in by_seed.values() if key in rows.get(name, {})]
             cells.append(spread_of(values, form) if values else "-")
         lines.append([NAMES.get(name, name), *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
