@@ -250,7 +250,7 @@ class PlainDistilling(_Distilling):
     def _noised(self, visits: list[Visit], name: str) -> tuple[list[torch.Generator], float]:
         """Generators of a draw, and its level."""
         generators = self._own(name, visits)
-        return generators, score_level(generators[0], self.config.score_shift)[0]
+        return generators, score_level(generators[0], self.config.score_shift, self.plan.inputs.grid)[0]
 
     def _noises(self, window: Window, generators: list[torch.Generator]) -> tuple[Tensor, Tensor, Tensor]:
         noise = SpanNoise.draw(window, *generators)

@@ -24,6 +24,7 @@ from rtcwm.engine.world import World
 from rtcwm.errors import UserError
 from rtcwm.model.loading import BaseSource, build_base
 from rtcwm.model.lora import inject
+from rtcwm.model.modulation import AdalnTable
 
 logging.getLogger("diffusers").setLevel(logging.ERROR)
 
@@ -37,9 +38,12 @@ class BaseEngine:
         activations: runs blocks, see `Activations`.
         carrier: brings blocks ahead of their use; None where they are whole on the card, or prefetch is off.
         shard_group: ranks that share one copy; whole: each has one of its own, on its card.
+
+    Args:
+        table: where the blocks' AdaLN comes from; None: from weights, as the rest.
     """
 
-    def __init__(self, world: World, source: BaseSource, settings: BaseSettings):
+    def __init__(self, world: World, source: BaseSource, settings: BaseSettings, table: AdalnTable | None = None):
         self.world = world
         self.source = source
         self.shard_group = shard_group_size(world, settings)
@@ -55,7 +59,8 @@ class BaseEngine:
                 self._lock(unit)
 
         dtype = torch.float32 if world.device.type == "cpu" else torch.bfloat16
-        self.model = build_base(source, world.device, dtype, reads=reads, place=partition)
+        adaln = table and table.stand_in
+        self.model = build_base(source, world.device, dtype, reads=reads, place=partition, adaln=adaln)
         self.engine = deepspeed.initialize(model=self.model, config=config)[0]
         self.whole = self.shard_group == 1 and not settings.offload
         if self.whole:

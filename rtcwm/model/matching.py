@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rtcwm.model.objectives import shift
+from rtcwm.model.objectives import on_grid, shift
 
 NORMALISER_FLOOR = 1e-3
 """Smallest normaliser: a teacher that agrees with the sample would otherwise divide by nothing. Latents have size 1."""
@@ -44,11 +44,12 @@ class Matching:
     gap: torch.Tensor
 
 
-def score_level(generator: torch.Generator, amount: float) -> tuple[float, float]:
-    """One noise level for a window of latents, ``shift(U(0.02, 0.98), amount)``, and the uniform number behind it."""
+def score_level(generator: torch.Generator, amount: float, grid: int | None = None) -> tuple[float, float]:
+    """One noise level for a window of latents, ``shift(U(0.02, 0.98), amount)``, on a grid of levels if there is one, and
+    the uniform number behind it."""
     low, high = SCORE_RANGE
     uniform = low + (high - low) * torch.rand((), generator=generator)
-    return shift(uniform, amount).item(), uniform.item()
+    return on_grid(shift(uniform, amount), grid).item(), uniform.item()
 
 
 def matching_loss(clean: torch.Tensor, scores: Sequence[tuple[torch.Tensor, torch.Tensor]], live: int) -> Matching:

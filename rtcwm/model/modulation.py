@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -187,7 +188,8 @@ def write_table(path: Path, source: BaseSource, times: Tensor, dtype: torch.dtyp
             "name another folder with --adaln-dir, or set --adaln live"
         ) from error
     finally:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):
+            aside.unlink()
 
 
 def _computed(source: BaseSource, times: Tensor, dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:

@@ -45,11 +45,22 @@ class RunConfig:
         "auto", "compile what lies between a block's matrix products; auto: on GPUs, where it takes a minute once"
     )
     base_config: str | None = option(None, "DeepSpeed JSON of the base engine; default: ds_configs/ for the device")
+    adaln: Literal["auto", "live", "table"] = option(
+        "auto",
+        "AdaLN of the blocks computed live, or read from a table made once for a base, which takes 39% of the weights off "
+        "the card and puts noise levels on its grid; auto: a table for bases of over a billion parameters",
+    )
+    adaln_times: int = option(1000, "steps of the table's grid of noise levels")
+    adaln_dir: str | None = option(None, "folder of tables (9.7 GB for the release); default: ~/.cache/rtcwm")
 
     def __post_init__(self):
         require(bool(self.out), "--out is required: the folder of the run")
         self._at_least(1, "save_every", "max_skips", "batch")
         self._at_least(0, "warmup", "val_clips", "seed")
+        require(
+            1 <= self.adaln_times <= 100_000,
+            f"--adaln-times {self.adaln_times}: expected 1 to 100000 steps; more lie closer than float32 tells apart",
+        )
         require(self.seed < 2**63, f"--seed {self.seed}: expected less than 2^63")
 
     def _at_least(self, least: int, *names: str) -> None:

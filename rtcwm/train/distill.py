@@ -29,6 +29,7 @@ from rtcwm.model.matching import Matching, matching_loss, score_level
 from rtcwm.model.objectives import clean_from_velocity, velocity
 from rtcwm.model.packing import Window
 from rtcwm.model.sampler import Conditions, rollout
+from rtcwm.train.adaln import open_table
 from rtcwm.train.config import DistillConfig, parse
 from rtcwm.train.dataset import EpochSampler, load_window, silence
 from rtcwm.train.distill_plan import DistillPlan, prepare
@@ -77,7 +78,8 @@ class Distiller(Loop):
         self.config, self.plan = config, plan
         self.streams = Streams(config.seed)
         inputs = plan.inputs
-        self.base = BaseEngine(world, inputs.source, inputs.base_settings)
+        table = open_table(world, config, inputs.source, inputs.grid, plan.sampler.sigmas)
+        self.base = BaseEngine(world, inputs.source, inputs.base_settings, table)
         install(self.base.model, inputs.kernel, ffn_rows=inputs.base_settings.activations.ffn_rows)
         student, self.teacher_adapter, critic = plan.adapters()
         self.student = AdapterEngine(world, student, plan.student_settings)
@@ -97,7 +99,7 @@ class Distiller(Loop):
             config.teacher_picture1,
             self.clips_root,
         )
-        self.grid = Grid(plan.held_out, self.streams, plan.level_shift, config.picture1)
+        self.grid = Grid(plan.held_out, self.streams, plan.level_shift, config.picture1, inputs.grid)
         self.seconds: dict[str, float] = {}
         super().__init__(
             world, RunFolder(config.out), {"student": self.student, "critic": self.critic},
@@ -192,7 +194,7 @@ class Distiller(Loop):
         """Clean predictions of teacher and critic for the window, noised once to one level."""
         self.record.progress(f"scores {draw + 1}/{self.config.score_draws}")
         generators = self._own(f"student score {draw}", visits)
-        sigma, _ = score_level(generators[0], self.config.score_shift)
+        sigma, _ = score_level(generators[0], self.config.score_shift, self.plan.inputs.grid)
         noise = SpanNoise.draw(window, *generators)
         noisy = (1 - sigma) * window.video + sigma * noise.video
         real, fake = (
@@ -212,7 +214,7 @@ class Distiller(Loop):
         for turn in range(self.config.critic_per_gen):
             self.record.progress(f"critic {turn + 1}/{self.config.critic_per_gen}")
             generators = self._own(f"critic {turn}", visits)
-            sigma, uniform = score_level(generators[0], self.config.score_shift)
+            sigma, uniform = score_level(generators[0], self.config.score_shift, self.plan.inputs.grid)
             window = self.teacher.window(rolled, self.teacher.draw(rolled.chunks, generators[0]))
             noise = SpanNoise.draw(window, *generators)
             predicted = self.teacher.velocity(window, noise, sigma, self.run_critic)

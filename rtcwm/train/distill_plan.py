@@ -97,10 +97,7 @@ def prepare(world: World, config: DistillConfig) -> DistillPlan:
     """
     source, settings, kernel = world.on_all(lambda: _check_cheap(world, config))
     root = preflight.clip_root(world, config.clips, config.out)
-    embedded = config.base == "embedded"
-    plan = world.on_all(
-        lambda: _plan(config, preflight.read_inputs(world, source, settings, kernel, root, embedded, config.picture1))
-    )
+    plan = world.on_all(lambda: _plan(config, preflight.read_inputs(world, config, source, settings, kernel, root)))
     identity = {
         "base": source.fingerprint,
         "codec": plan.inputs.codec_hash,

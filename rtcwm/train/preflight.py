@@ -31,6 +31,7 @@ from rtcwm.model.kernels import Kernel, resolve
 from rtcwm.model.layout import SPAN_CHUNKS
 from rtcwm.model.loading import BaseSource, embedded_adapter, open_base
 from rtcwm.model.lora import Adapter, AdapterShape
+from rtcwm.train.adaln import level_grid
 from rtcwm.train.config import RunConfig, require
 from rtcwm.train.dataset import load_window, start_frames
 from rtcwm.train.folder import RunFolder
@@ -46,6 +47,7 @@ class Inputs:
     Attributes:
         clips: of training and validation; codec_hash: of all of them.
         rows: rows of a packed six-chunk span (of the first clip).
+        grid: steps of the grid that noise levels are drawn on; None: any level, AdaLN is computed live.
     """
 
     world: World
@@ -55,6 +57,7 @@ class Inputs:
     clips: Sequence[Clip]
     codec_hash: str
     rows: int
+    grid: int | None
 
     def lines(self) -> list[str]:
         """What is printed of them before the first step."""
@@ -65,6 +68,7 @@ class Inputs:
             f"shard group: {shard_group_size(world, self.base_settings)}",
             f"rows a span: {self.rows:,} (first clip)",
             self.kernel.why,
+            f"noise levels: {'any, AdaLN is computed live' if self.grid is None else f'multiples of 1/{self.grid}'}",
         ]
 
     def metadata(self, mask_rule: str, picture1: str) -> dict[str, str]:
@@ -123,7 +127,7 @@ def clip_root(world: World, clips: str, out: str) -> Path:
 
 
 def read_inputs(
-    world: World, source: BaseSource, settings: BaseSettings, kernel: Kernel, root: Path, embedded: bool, picture1: str
+    world: World, config: RunConfig, source: BaseSource, settings: BaseSettings, kernel: Kernel, root: Path
 ) -> Inputs:
     """Opens the clips and holds them against the base.
 
@@ -133,7 +137,7 @@ def read_inputs(
     """
     clips = open_clips(root)
     codec, expected = clips[0].codec, load_codec().identity
-    if embedded and codec["hash"] != expected["hash"]:
+    if config.base == "embedded" and codec["hash"] != expected["hash"]:
         raise UserError(
             f"clip {clips[0].id} was made by codec {codec}, the embedded base reads {expected}: make the clips again with "
             "`rtcwm world`, or name the base that goes with them with --base"
@@ -141,14 +145,15 @@ def read_inputs(
     first = next((clip for clip in clips if clip.chunks >= SPAN_CHUNKS), None)
     if first is None:
         raise UserError(f"{root}: no clip has the {SPAN_CHUNKS} chunks of a span; prepare longer clips")
-    window = load_window(first, 0, start_frames(first)[0], picture1=picture1)
+    window = load_window(first, 0, start_frames(first)[0], picture1=config.picture1)
     width = window.text.shape[2]
     if width != source.config["text_dim"]:
         raise UserError(
             f"clip {first.id} has text of width {width}, the base takes {source.config['text_dim']}: the clips were "
             "prepared with another text encoder than this base's"
         )
-    return Inputs(world, source, settings, kernel, clips, codec["hash"], window.layout(stream=True).rows)
+    rows, grid = window.layout(stream=True).rows, level_grid(config, source)
+    return Inputs(world, source, settings, kernel, clips, codec["hash"], rows, grid)
 
 
 def adapter_path(name: str | None, base: str, default: str) -> str | None:

@@ -9,7 +9,7 @@ number of ranks, sees the same numbers.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,8 +20,9 @@ from rtcwm.engine.streams import Streams
 from rtcwm.engine.world import World, program
 from rtcwm.model.attention import install
 from rtcwm.model.layout import SPAN_CHUNKS
-from rtcwm.model.objectives import OBJECTIVES, Levels, keep_first_clean, weighted_loss
+from rtcwm.model.objectives import OBJECTIVES, Levels, keep_first_clean, on_grid, weighted_loss
 from rtcwm.model.packing import Window
+from rtcwm.train.adaln import open_table
 from rtcwm.train.config import TrainConfig, learning_rate, parse
 from rtcwm.train.dataset import EpochSampler, draw_start, load_window
 from rtcwm.train.folder import RunFolder
@@ -46,11 +47,13 @@ class Trainer(Loop):
     def __init__(self, world: World, config: TrainConfig, plan: TrainPlan):
         self.config, self.plan = config, plan
         self.streams = Streams(config.seed)
-        self.base = BaseEngine(world, plan.inputs.source, plan.inputs.base_settings)
-        install(self.base.model, plan.inputs.kernel, ffn_rows=plan.inputs.base_settings.activations.ffn_rows)
+        inputs = plan.inputs
+        table = open_table(world, config, inputs.source, inputs.grid, torch.empty(0))
+        self.base = BaseEngine(world, inputs.source, inputs.base_settings, table)
+        install(self.base.model, inputs.kernel, ffn_rows=inputs.base_settings.activations.ffn_rows)
         self.engine = AdapterEngine(world, plan.initial_adapter(), plan.adapter_settings)
         self.run_with_adapter = self.base.activations.runner(self.engine.adapter)
-        self.grid = Grid(plan.held_out, self.streams, config.level_shift, config.picture1)
+        self.grid = Grid(plan.held_out, self.streams, config.level_shift, config.picture1, inputs.grid)
         sampler = EpochSampler(len(plan.samples), world.size, config.seed)
         folder = RunFolder(config.out)
         super().__init__(
@@ -121,6 +124,7 @@ def draw_batch(plan: TrainPlan, streams: Streams, visits: Sequence[Visit]) -> Ba
     noise = SpanNoise.draw(window, *(streams.own("noise", visit.position) for visit in visits))
     # A packed layout has one time a row, whatever the batch.
     levels = OBJECTIVES[config.objective](SPAN_CHUNKS, config.level_shift, streams.own("levels", visits[0].position))
+    levels = replace(levels, sigma=on_grid(levels.sigma, plan.inputs.grid))
     return Batch(window, noise, keep_first_clean(levels) if config.clean_first and at_start else levels)
 
 

@@ -83,10 +83,7 @@ def prepare(world: World, config: TrainConfig) -> TrainPlan:
 
     source, settings, kernel = world.on_all(check_cheap)
     root = preflight.clip_root(world, config.clips, config.out)
-    embedded = config.base == "embedded"
-    plan = world.on_all(
-        lambda: _plan(config, preflight.read_inputs(world, source, settings, kernel, root, embedded, config.picture1))
-    )
+    plan = world.on_all(lambda: _plan(config, preflight.read_inputs(world, config, source, settings, kernel, root)))
     optimizer = {key: plan.adapter_settings.deepspeed[key] for key in ("optimizer", "gradient_clipping")}
     clips = [*{clip.id: clip for clip, _ in plan.samples}.values(), *plan.held_out]
     identity = {

@@ -14,7 +14,7 @@ from rtcwm.data.clips import Clip
 from rtcwm.engine.streams import Streams
 from rtcwm.engine.world import World
 from rtcwm.model.layout import SPAN_CHUNKS
-from rtcwm.model.objectives import shift
+from rtcwm.model.objectives import on_grid, shift
 from rtcwm.train.dataset import draw_start, load_window, spans
 from rtcwm.train.span import SpanNoise
 
@@ -40,13 +40,15 @@ class Grid:
 
     Args:
         clips: held-out clips; those without a usable span are passed over.
-        picture1: as the run's setting.
+        picture1: as the run's setting; grid: of its noise levels, as `Inputs.grid`.
     """
 
-    def __init__(self, clips: Sequence[Clip], streams: Streams, level_shift: float, picture1: str):
+    def __init__(
+        self, clips: Sequence[Clip], streams: Streams, level_shift: float, picture1: str, grid: int | None = None
+    ):
         self.streams = streams
         self.picture1 = picture1
-        levels = shift(torch.tensor(UNIFORM_LEVELS), level_shift).tolist()
+        levels = on_grid(shift(torch.tensor(UNIFORM_LEVELS), level_shift), grid).tolist()
         self.cells: list[Cell] = []
         for clip in clips:
             firsts = spans(clip)
