@@ -89,8 +89,6 @@ class World:
             torch.cuda.set_per_process_memory_fraction(1 - NCCL_HEADROOM_BYTES / total, device)
             world.barrier()
             world.any(False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, world._on_signal)
         return world
 
     @property
@@ -164,6 +162,11 @@ class World:
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise SharedError(f"rank {rank} differs from rank 0 in {what}: {_difference(other, values[0])}")
+
+    def hear_signals(self) -> None:
+        """From now on SIGTERM and SIGINT set `stop_requested` in place of ending the process; what runs has to look."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _frame: object) -> None:
         """Asks the program to save and leave. A launcher passes on what its process group got as well, so repeats within

@@ -85,6 +85,7 @@ class Loop(ABC):
 
     def run(self) -> None:
         """Goes to the last step, or to the step after a SIGTERM."""
+        self.world.hear_signals()
         if self.step >= self.steps:
             self.record.say(
                 f"finished already: {self.step} of {self.steps} {self.unit}s; a longer run needs another --out"
