@@ -223,7 +223,8 @@ def test_train_takes_the_same_steps_on_both_sides(base, tmp_path):
 
 
 def test_distill_takes_the_same_iterations_on_both_sides(base, tmp_path):
-    flags = {"chunks": 8, "grad-chunks": 2, "critic-per-gen": 2, "steps": 1}
+    """Our side reads AdaLN from a table; both draw noise levels on its grid."""
+    flags = {"chunks": 8, "grad-chunks": 2, "critic-per-gen": 2, "steps": 1, "adaln": "table", "adaln-times": 50}
     found, text = bench("distill", base, tmp_path / "distill.json", **flags)
     assert set(found["sides"]) == {"plain", "ours"} and found["ratio"] > 0
     for key in ("dmd", "student_norm", "critic", "critic_norm"):
@@ -240,6 +241,7 @@ def test_distill_takes_the_same_iterations_on_both_sides(base, tmp_path):
         chunk = side["no_grad_chunk"]
         assert chunk["share_of_ceilings"] == pytest.approx(chunk["least_by_ceilings"] / chunk["seconds_a_chunk"])
         assert f"{name}: " in text
+    assert "noise levels: multiples of 1/50" in text
 
 
 def test_distill_with_a_causal_teacher(base, tmp_path):
@@ -269,7 +271,7 @@ def test_one_side_alone_on_engines(base, tmp_path):
     """Our stream on training's base engine."""
     settings = tmp_path / "base.json"
     settings.write_text(json.dumps({"shard_group": 1}))
-    flags = {"sides": "ours", "base-config": settings, "steps": 1, "warmup": 0, "chunks": 7}
+    flags = {"sides": "ours", "base-config": settings, "steps": 1, "warmup": 0, "chunks": 7, "adaln": "table"}
     found, _ = bench("stream", base, tmp_path / "stream.json", **flags)
     assert set(found["sides"]) == {"ours"} and "ratio" not in found and found["sides"]["ours"]["steady"]["speed"] > 0
 

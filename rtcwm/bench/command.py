@@ -58,16 +58,28 @@ class TwoSides(Settings):
     Args:
         sides: plain (the obvious loop), ours, or both: plain,ours.
         profile: text file for the kernels of one more step of each side, summed by class and by name.
+        batch: spans, rollouts or streams of a step.
+        base_config: DeepSpeed JSON of our side's base engine; default: that of training for the device, in a stream none
+            (the base whole on the device).
         compile: on our side, compile what lies between a block's matrix products; auto: on GPUs.
+        adaln: on our side, AdaLN of the blocks live or from a table; auto: a table for large bases.
+        adaln_times: steps of the table's grid of noise levels, which both sides then draw on.
+        adaln_dir: folder that keeps the table for the next time; default: it is made for this time alone.
     """
 
     sides: str = "plain,ours"
     profile: Path | None = None
+    batch: int = 1
+    base_config: str | None = None
     compile: Literal["auto", "on", "off"] = "auto"
+    adaln: Literal["auto", "live", "table"] = "auto"
+    adaln_times: int = 1000
+    adaln_dir: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         given = self.sides.split(",")
+        require(self.batch >= 1, f"--batch {self.batch}: expected at least 1")
         known = set(given) <= set(SIDES) and len(set(given)) == len(given)
         require(known, f"--sides {self.sides}: expected plain, ours, or plain,ours")
         if self.profile is not None:
@@ -85,13 +97,9 @@ class TrainBench(TwoSides):
     """A step of diffusion forcing.
 
     Args:
-        batch: spans of a step.
-        base_config: DeepSpeed JSON of the base engine, as in training.
         adapter_config: DeepSpeed JSON of the adapter engine, as in training.
     """
 
-    batch: int = 1
-    base_config: str | None = None
     adapter_config: str | None = None
 
 
@@ -108,8 +116,6 @@ class DistillBench(TwoSides):
         grad_chunks: last chunks that keep a graph.
         critic_per_gen: critic updates an iteration.
         teacher_kind: released (37 latents in both directions) or causal (a span).
-        batch: rollouts of an iteration.
-        base_config: DeepSpeed JSON of the base engine, as in distillation.
         student_config: DeepSpeed JSON of the student.
         critic_config: DeepSpeed JSON of the critic.
     """
@@ -122,8 +128,6 @@ class DistillBench(TwoSides):
     grad_chunks: int = 4
     critic_per_gen: int = 7
     teacher_kind: Literal["released", "causal"] = "released"
-    batch: int = 1
-    base_config: str | None = None
     student_config: str | None = None
     critic_config: str | None = None
 
@@ -137,16 +141,12 @@ class StreamBench(TwoSides):
         warmup: streams before them.
         chunks: of a stream; from the sixth on the window is full, and from the seventh it slides.
         denoise_steps: steps of the schedule.
-        batch: streams at a time.
-        base_config: DeepSpeed JSON of a base engine to stream on; default: the base whole on the device.
     """
 
     steps: int = 3
     warmup: int = 1
     chunks: int = 9
     denoise_steps: int = 4
-    batch: int = 1
-    base_config: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,7 +12,7 @@ from torch import Tensor
 from rtcwm.bench import measure, profile, report
 from rtcwm.bench.chunks import STEADY, StreamCase, attention_ceiling, chunk_work, steady, stream_case
 from rtcwm.bench.command import DistillBench, require
-from rtcwm.bench.inputs import Case, Files, files, random_adapter
+from rtcwm.bench.inputs import Case, Files, files, random_adapter, shared_settings
 from rtcwm.bench.plain_distill import PlainDistillation
 from rtcwm.bench.plain_stream import PlainStream, plain_rollout
 from rtcwm.bench.sides import Did, Plan, Runner, check_ranks, compare, plain_base, plain_kernel, run_both, summary
@@ -64,13 +64,12 @@ def distill_config(settings: DistillBench, case: Case, made: Files) -> DistillCo
     for index, path in enumerate(paths.values()):
         save_adapter(path, random_adapter(case, settings.seed + 10 * index), metadata)
     return DistillConfig(
-        out=str(made.run), clips=str(made.clips), base=str(made.base), student_lora=str(paths["student"]),
-        teacher_lora=str(paths["teacher"]), critic_lora=str(paths["student"]), teacher_kind=settings.teacher_kind,
-        steps=settings.denoise_steps, min_chunks=settings.chunks, max_chunks=settings.chunks, stops=settings.stops,
-        grad_chunks=settings.grad_chunks, critic_per_gen=settings.critic_per_gen, val_clips=0, seed=settings.seed,
-        iters=settings.warmup + settings.steps + 1, attn=settings.attn, compile=settings.compile,
-        batch=settings.batch,
-        base_config=settings.base_config, student_config=settings.student_config, critic_config=settings.critic_config,
+        student_lora=str(paths["student"]), teacher_lora=str(paths["teacher"]), critic_lora=str(paths["student"]),
+        teacher_kind=settings.teacher_kind, steps=settings.denoise_steps, min_chunks=settings.chunks,
+        max_chunks=settings.chunks, stops=settings.stops, grad_chunks=settings.grad_chunks,
+        critic_per_gen=settings.critic_per_gen, iters=settings.warmup + settings.steps + 1,
+        student_config=settings.student_config, critic_config=settings.critic_config,
+        **shared_settings(settings, made),
     )  # fmt: skip
 
 

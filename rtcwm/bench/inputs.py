@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from rtcwm.bench.command import Settings
+from rtcwm.bench.command import Settings, TwoSides
 from rtcwm.bench.work import Sizes
 from rtcwm.data.clips import Start, write_clip
 from rtcwm.data.world import proxy_size
@@ -123,6 +123,16 @@ class Files:
     def run(self) -> Path:
         """The folder of a run, not made yet."""
         return self.root / "run"
+
+
+def shared_settings(settings: TwoSides, made: Files) -> dict:
+    """What the programs' own settings (`RunConfig`) take from the flags."""
+    return {
+        "out": str(made.run), "clips": str(made.clips), "base": str(made.base), "val_clips": 0, "seed": settings.seed,
+        "batch": settings.batch, "base_config": settings.base_config, "attn": settings.attn,
+        "compile": settings.compile, "adaln": settings.adaln, "adaln_times": settings.adaln_times,
+        "adaln_dir": settings.adaln_dir or str(made.root / "adaln"),
+    }  # fmt: skip
 
 
 @contextmanager

@@ -6,6 +6,7 @@ which decides where weights are and has its hooks around every block.
 """
 
 from abc import abstractmethod
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -13,7 +14,7 @@ from rtcwm.bench import measure, profile, report
 from rtcwm.bench.attention import dtype_of
 from rtcwm.bench.chunks import PLAYS, STEADY, StreamCase, Streamed, attention_ceiling, chunk_work, steady, stream_case
 from rtcwm.bench.command import StreamBench
-from rtcwm.bench.inputs import Case, files, random_adapter
+from rtcwm.bench.inputs import Case, files, random_adapter, shared_settings
 from rtcwm.bench.sides import Did, Plan, Runner, check_ranks, compare, plain_base, plain_kernel, run_both, summary
 from rtcwm.bench.work import Work
 from rtcwm.data.clips import open_clips
@@ -27,6 +28,7 @@ from rtcwm.model.layout import SPAN_CHUNKS
 from rtcwm.model.loading import BaseSource, build_base
 from rtcwm.model.lora import Adapter, inject
 from rtcwm.model.sampler import SamplerConfig
+from rtcwm.train.adaln import level_grid, open_table
 from rtcwm.train.config import TrainConfig
 from rtcwm.train.dataset import load_window
 from rtcwm.train.preflight import check_settings
@@ -41,38 +43,42 @@ def bench(settings: StreamBench) -> None:
         check_ranks(world, settings)
         case = Case.of(settings)
         with files(case, SPAN_CHUNKS, settings.seed, world.size) as made:
-            config = TrainConfig(
-                out=str(made.run), clips=str(made.clips), base=str(made.base), val_clips=0, attn=settings.attn,
-                compile=settings.compile,
-                base_config=settings.base_config,
-            )  # fmt: skip
+            config = TrainConfig(**shared_settings(settings, made))
             source, base, kernel = check_settings(world, config)
             clip = open_clips(made.clips)[0]
             sampling = SamplerConfig(steps=settings.denoise_steps)
             given = stream_case(
                 load_window(clip, 0, 0), sampling, settings.chunks, settings.batch, settings.seed, world.device
             )
-            result = measured(world, settings, case, given, source, base if settings.base_config else None, kernel)
+            start = OurStart(config, source, base if settings.base_config else None, kernel)
+            result = measured(world, settings, case, given, start)
         world.on_main(lambda: report.write(settings.out, result))
         compare(world.device, result, "mean_square", ROUNDING)
 
 
-def measured(
-    world: World, settings: StreamBench, case: Case, given: StreamCase, source: BaseSource, base: BaseSettings | None,
-    kernel: Kernel,
-) -> dict:  # fmt: skip
+@dataclass(frozen=True)
+class OurStart:
+    """What our side is built from; without settings of a base engine the base is whole on the device."""
+
+    config: TrainConfig
+    source: BaseSource
+    settings: BaseSettings | None
+    kernel: Kernel
+
+
+def measured(world: World, settings: StreamBench, case: Case, given: StreamCase, ours: OurStart) -> dict:
     """All that the JSON file holds."""
     result = report.opening("stream", settings, case.as_dict() | {"chunk_plays": PLAYS}, world)
     result["ceilings"] = measure.ceilings(world.device)
-    world.print(f"{report.versions_line(result['machine'])}\n{case.line()}\n{kernel.why}")
+    world.print(f"{report.versions_line(result['machine'])}\n{case.line()}\n{ours.kernel.why}")
     works = {
         f"chunk {chunk}": chunk_work(case, chunk, settings.denoise_steps, settings.batch)
         for chunk in range(settings.chunks)
     }
     adapter = random_adapter(case, settings.seed)
     starts = {
-        "plain": lambda: PlainStreaming(world, case, given, source, adapter),
-        "ours": lambda: OurStreaming(world, case, given, source, base, kernel, adapter),
+        "plain": lambda: PlainStreaming(world, case, given, ours.source, adapter),
+        "ours": lambda: OurStreaming(world, case, given, ours, adapter),
     }
     plans = {name: Plan(start, works, works) for name, start in starts.items()}
     result["sides"] = run_both(world, settings, plans, result["ceilings"])
@@ -116,20 +122,20 @@ class _Streaming(Runner):
 class OurStreaming(_Streaming):
     """`rtcwm.model.sampler` on a whole base, or (with settings) on training's engine."""
 
-    def __init__(
-        self, world: World, case: Case, given: StreamCase, source: BaseSource, settings: BaseSettings | None,
-        kernel: Kernel, adapter: Adapter,
-    ):  # fmt: skip
-        super().__init__(world, case, given, kernel)
+    def __init__(self, world: World, case: Case, given: StreamCase, start: OurStart, adapter: Adapter):
+        super().__init__(world, case, given, start.kernel)
         self.adapter = adapter.to(world.device)
+        config, source, settings = start.config, start.source, start.settings
+        table = open_table(world, config, source, level_grid(config, source), given.config.sigmas)
         if settings is None:
-            self.model = build_base(source, world.device, dtype_of(world.device))
+            stand_in = table and table.stand_in
+            self.model = build_base(source, world.device, dtype_of(world.device), adaln=stand_in)
             self.slot = inject(self.model)
             self.run: Run = self._bound
         else:
-            base = BaseEngine(world, source, settings)
+            base = BaseEngine(world, source, settings, table)
             self.model, self.run = base.model, base.activations.runner(self.adapter)
-        install(self.model, kernel, ffn_rows=settings.activations.ffn_rows if settings else 0)
+        install(self.model, start.kernel, ffn_rows=settings.activations.ffn_rows if settings else 0)
 
     def stream(self) -> Streamed:
         return self.given.ours(self.model, self.kernel, self.run)

@@ -7,7 +7,7 @@ adapter. Both make the same updates, so their losses have to agree; a speed-up o
 
 from rtcwm.bench import measure, profile, report
 from rtcwm.bench.command import TrainBench
-from rtcwm.bench.inputs import Case, Files, files
+from rtcwm.bench.inputs import Case, Files, files, shared_settings
 from rtcwm.bench.plain import optimizer_of, span_loss, update
 from rtcwm.bench.sides import Did, Plan, Runner, check_ranks, compare, plain_base, run_both, summary
 from rtcwm.bench.work import WHOLE_BLOCKS, span_pairs
@@ -38,9 +38,8 @@ def bench(settings: TrainBench) -> None:
 def train_config(settings: TrainBench, case: Case, made: Files) -> TrainConfig:
     """The settings of the training program that the flags stand for."""
     return TrainConfig(
-        out=str(made.run), clips=str(made.clips), base=str(made.base), rank=case.rank, val_clips=0, val_every=0,
-        steps=settings.warmup + settings.steps + 1, seed=settings.seed, attn=settings.attn, compile=settings.compile, batch=settings.batch,
-        base_config=settings.base_config, adapter_config=settings.adapter_config,
+        rank=case.rank, steps=settings.warmup + settings.steps + 1, val_every=0,
+        adapter_config=settings.adapter_config, **shared_settings(settings, made),
     )  # fmt: skip
 
 
