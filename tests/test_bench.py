@@ -95,7 +95,7 @@ def test_work_of_the_released_step(released):
     ],
 )
 def test_work_done_is_what_torch_counts(given):
-    """Products of two blocks more, forward and backward, as torch's counter sees them; and of attention, as a kernel does."""
+    """Products of two blocks more, forward and backward, as torch's counter sees them; attention, as a kernel does."""
     settings, counted, seen = ActivationSettings(**given), [], []
     for layers in (3, 5):
         config = read_config_of(CONFIG | {"num_layers": layers})
@@ -115,7 +115,7 @@ def read_config_of(config: dict) -> dict:
 
 
 def count(config: dict, settings: ActivationSettings) -> tuple[int, int]:
-    """FLOP of products, AdaLN's left out, and forward calls of attention, of one pass over the blocks with a gradient."""
+    """FLOP of products, but for AdaLN's, and forward calls of attention, of a pass over the blocks with a gradient."""
     model = build_base(SeededSource(config), torch.device("cpu"), torch.float32)
     kernel, calls = resolve("sdpa", "cpu"), []
     forward = kernel.forward

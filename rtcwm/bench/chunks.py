@@ -1,7 +1,7 @@
-"""Chunks of a stream without a graph, one by one, on either side: what `bench stream` measures, and a part of `bench distill`.
+"""Chunks of a stream without a graph, one by one, on either side: `bench stream`, and a part of `bench distill`.
 
-A chunk's forwards are matrix products and attention; the ceiling of the first is a large product, that of the second one
-dense call of the chunk's own shape. Their times together are the least that a chunk can take here.
+A chunk's forwards are matrix products and attention; the ceiling of the first is a large product, that of the second
+one dense call of the chunk's own shape. Their times together are the least that a chunk can take here.
 """
 
 import time
@@ -42,7 +42,7 @@ class Streamed:
 
 @dataclass(frozen=True)
 class StreamCase:
-    """A stream to run: its conditions on the device, a window of six chunks; the proxy of all chunks; how it is sampled.
+    """A stream to run: its conditions on the device, a window of six chunks; the proxy of all chunks; its sampling.
 
     Noise comes from a generator of the device, in the order in which a stream asks.
     """
@@ -105,7 +105,8 @@ def stream_case(window: Window, config: SamplerConfig, chunks: int, batch: int, 
     proxy = window.proxy.repeat(1, 1, turns, 1, 1)[:, :, : chunks * CHUNK_LATENTS]
     cut = Window(
         video=repeat(window.video[:, :, :span]), proxy=repeat(window.proxy[:, :, :span]),
-        picture1=repeat(window.picture1), text=repeat(window.text), text_tags=window.text_tags, audio=repeat(window.audio),
+        picture1=repeat(window.picture1), text=repeat(window.text), text_tags=window.text_tags,
+        audio=repeat(window.audio),
     )  # fmt: skip
     return StreamCase(cut.to(device), repeat(proxy).to(device), config, seed)
 

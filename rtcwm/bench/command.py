@@ -1,4 +1,4 @@
-"""`rtcwm bench`: its four commands and their flags. The work is done by modules that are imported when a command runs."""
+"""`rtcwm bench`: its four commands and their flags. The work is in modules that are imported when a command runs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,8 +59,8 @@ class TwoSides(Settings):
         sides: plain (the obvious loop), ours, or both: plain,ours.
         profile: text file for the kernels of one more step of each side, summed by class and by name.
         batch: spans, rollouts or streams of a step.
-        base_config: DeepSpeed JSON of our side's base engine; default: that of training for the device, in a stream none
-            (the base whole on the device).
+        base_config: DeepSpeed JSON of our side's base engine; default: training's for the device, in a stream none (the
+            base whole on the device).
         compile: on our side, compile what lies between a block's matrix products; auto: on GPUs.
         adaln: on our side, AdaLN of the blocks live or from a table; auto: a table for large bases.
         adaln_times: steps of the table's grid of noise levels, which both sides then draw on.

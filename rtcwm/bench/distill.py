@@ -1,7 +1,7 @@
 """`rtcwm bench distill`: one iteration of distribution matching by part, the obvious loop against the real program.
 
-Our side is `rtcwm.train.distill.Distiller` with its plan and engines. The obvious loop (`plain_distill`, `plain_stream`)
-draws the same rollout length, stopping steps, windows, levels and noise, from the same adapters.
+Our side is `rtcwm.train.distill.Distiller` with its plan and engines. The obvious loop (`plain_distill`,
+`plain_stream`) draws the same rollout length, stopping steps, windows, levels and noise, from the same adapters.
 """
 
 from abc import abstractmethod
@@ -33,7 +33,7 @@ from rtcwm.train.span import SpanNoise, batch_noise, stack
 from rtcwm.train.teacher import Rolled, Teacher, window_chunks
 
 ROUNDING = {"cuda": 0.05, "cpu": 1e-3}
-"""Largest relative difference of the critic's first loss: it looks at a whole rollout, whose chunks build on each other."""
+"""Largest relative difference of the critic's first loss: it sees a whole rollout, whose chunks build on each other."""
 
 STEADY_CHUNKS = STEADY + 3
 """Chunks of the stream without a graph whose last three are timed."""
@@ -46,7 +46,7 @@ def bench(settings: DistillBench) -> None:
         least = window_chunks(settings.teacher_kind)
         require(
             settings.chunks >= least,
-            f"--chunks {settings.chunks}: a {settings.teacher_kind} teacher's window takes {least}; set at least that many",
+            f"--chunks {settings.chunks}: a {settings.teacher_kind} teacher's window takes {least}: set at least that",
         )
         case = Case.of(settings)
         with files(case, settings.chunks, settings.seed, world.size) as made:
@@ -56,8 +56,8 @@ def bench(settings: DistillBench) -> None:
 
 
 def distill_config(settings: DistillBench, case: Case, made: Files) -> DistillConfig:
-    """The settings of the program that the flags stand for; writes the adapters that it reads. The critic starts from the
-    student's, so that teacher and critic differ from the first iteration on."""
+    """The settings of the program that the flags stand for; writes the adapters that it reads. The critic starts from
+    the student's, so that teacher and critic differ from the first iteration on."""
     paths = {name: made.root / f"{name}.safetensors" for name in ("student", "teacher")}
     # Adapters that do not say what they were trained for pass as bidirectional ones.
     metadata = {"objective": "df", "shift": "3.0"} if settings.teacher_kind == "causal" else {}

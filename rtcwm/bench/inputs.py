@@ -137,8 +137,8 @@ def shared_settings(settings: TwoSides, made: Files) -> dict:
 
 @contextmanager
 def files(case: Case, chunks: int, seed: int, ranks: int) -> Iterator[Files]:
-    """The case as files in a temporary folder: a base config, and a clip in which a window of so many chunks begins at as
-    many start frames as there are ranks. The same on every rank."""
+    """The case as files in a temporary folder: a base config, and a clip in which a window of so many chunks begins
+    at as many start frames as there are ranks. The same on every rank."""
     with tempfile.TemporaryDirectory(prefix="rtcwm-bench-") as folder:
         root = Path(folder)
         (root / "base.json").write_text(json.dumps(case.config))

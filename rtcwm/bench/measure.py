@@ -70,8 +70,8 @@ def reset_peaks(device: torch.device) -> None:
 
 
 def peaks(device: torch.device) -> dict[str, float | None]:
-    """GiB since `reset_peaks`: allocated and reserved by torch on the card (None without one), resident on the host, and
-    page-locked there."""
+    """GiB since `reset_peaks`: allocated and reserved by torch on the card (None without one), resident on the host,
+    and page-locked there."""
     found, card = memory.peaks(device), device.type == "cuda"
     resident = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return {

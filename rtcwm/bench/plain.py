@@ -1,9 +1,9 @@
 """The obvious loop: what one writes first for this model and these objectives. It is kept as it is, to measure against.
 
-Plain torch on one device: diffusers' own blocks, norms and rotary embedding, eager; attention as one dense call for every
-group of rows, sliced out of the keys; low-rank adapters as forward hooks; every block recomputed by
-`torch.utils.checkpoint`; torch's AdamW. No DeepSpeed, no compiler, nothing parked. It shares with the rest of rtcwm what
-is no matter of speed: the packed layout, who sees whom, adapter weights, noise levels.
+Plain torch on one device: diffusers' own blocks, norms and rotary embedding, eager; attention as one dense call for
+every group of rows, sliced out of the keys; low-rank adapters as forward hooks; every block recomputed by
+`torch.utils.checkpoint`; torch's AdamW. No DeepSpeed, no compiler, nothing parked. It shares with the rest of rtcwm
+what is no matter of speed: the packed layout, who sees whom, adapter weights, noise levels.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,8 +1,8 @@
 """The obvious stream: a cache of keys and values, one forward for every part that enters it. Kept to measure against.
 
-Every chunk: its proxy is run and cached, noise is denoised step by step against the cache, and the finished chunk, noised
-to its history level, is run once more and cached. Keys are cached before rotation and rotated at every read. The numbers
-are those of `rtcwm.model.sampler` with reused keys, which runs fewer and larger forwards.
+Every chunk: its proxy is run and cached, noise is denoised step by step against the cache, and the finished chunk,
+noised to its history level, is run once more and cached. Keys are cached before rotation and rotated at every read.
+The numbers are those of `rtcwm.model.sampler` with reused keys, which runs fewer and larger forwards.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -1,8 +1,8 @@
 """Where the time of a step goes, kernel by kernel: torch.profiler over one step, summed by class and by name.
 
-On a GPU the rows are kernels and copies of the device; "idle" is the time in which none of them ran, and what runs beside
-others (copies on a side stream) is counted under its class and taken off as "overlapped", so that a column adds up to the
-step. On the CPU the rows are torch's operators, by their own time.
+On a GPU the rows are kernels and copies of the device; "idle" is the time in which none of them ran, and what runs
+beside others (copies on a side stream) is counted under its class and taken off as "overlapped", so that a column
+adds up to the step. On the CPU the rows are torch's operators, by their own time.
 """
 
 import re
@@ -23,16 +23,17 @@ from rtcwm.engine.world import World
 TOP = 25
 """Names in a listing."""
 
+_ATTENTION, _BACKWARD = r"(flash|sdpa|attention|attn|fmha)", r"(bwd|bprop|backward)"
 CLASSES = (
     ("NCCL", r"nccl|c10d::|gloo"),
-    ("attention backward", r"(flash|sdpa|attention|attn|fmha).*(bwd|bprop|backward)|(bwd|bprop|backward).*(flash|sdpa|attention|attn|fmha)"),
-    ("attention forward", r"flash|sdpa|attention|attn|fmha"),
+    ("attention backward", f"{_ATTENTION}.*{_BACKWARD}|{_BACKWARD}.*{_ATTENTION}"),
+    ("attention forward", _ATTENTION),
     ("optimizer", r"multi_tensor_apply|adam|_foreach"),
     ("matmul", r"gemm|nvjet|cutlass|cublas|splitk|aten::(mm|addmm|bmm|baddbmm|linear)\b"),
     ("compiled glue", r"^triton_"),
     ("copies", r"memcpy|memset|copy_|catarray|aten::(cat|fill_|zero_)\b|fillfunctor"),
     ("elementwise", r"elementwise|reduce|norm|index|gather|scatter|aten::(mul|add|sub|silu|div|pow|mean|sum|neg)"),
-)  # fmt: skip
+)
 """Classes of kernels and operators, by a pattern of their names in lower case; the first that matches counts."""
 
 OTHER, IDLE, OVERLAPPED = "other", "idle", "overlapped"

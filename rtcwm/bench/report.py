@@ -107,8 +107,8 @@ def chunk_line(found: Mapping[str, float]) -> str:
     """A steady chunk of a stream without a graph, as `chunks.steady` gives it."""
     return (
         f"a steady chunk without a graph takes {found['seconds_a_chunk']:.3f} s and plays {found['plays']:.3f} s "
-        f"({found['speed']:.2f} of real time); {found['share_of_ceilings']:.1%} of the ceilings of products and attention "
-        f"({found['attention_tflops']:.4g} TFLOP/s), by which it takes {found['least_by_ceilings']:.3f} s"
+        f"({found['speed']:.2f} of real time); {found['share_of_ceilings']:.1%} of the ceilings of products and "
+        f"attention ({found['attention_tflops']:.4g} TFLOP/s), by which it takes {found['least_by_ceilings']:.3f} s"
     )
 
 

@@ -152,8 +152,8 @@ def plain_base(world: World, source: BaseSource) -> PlainModel:
 
 
 def summary(sides: Mapping[str, dict]) -> dict:
-    """Ratio of the times (of steps, and of parts), and relative differences of what the steps returned, where both sides
-    ran."""
+    """Ratio of the times (of steps, and of parts), and relative differences of what the steps returned, where both
+    sides ran."""
     if any(name not in sides or "failed" in sides[name] for name in ("plain", "ours")):
         return {}
     plain, ours = sides["plain"], sides["ours"]

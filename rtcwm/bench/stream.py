@@ -1,8 +1,8 @@
 """`rtcwm bench stream`: seconds a chunk of a few-step stream, as its window fills and once it slides.
 
-A chunk plays 17 frames, 0.708 s; a stream that makes one in less runs in real time. Our side is `rtcwm.model.sampler` on a
-base that is whole on the device, as `rtcwm evaluate` streams; with a base configuration it is on training's `BaseEngine`,
-which decides where weights are and has its hooks around every block.
+A chunk plays 17 frames, 0.708 s; a stream that makes one in less runs in real time. Our side is `rtcwm.model.sampler`
+on a base that is whole on the device, as `rtcwm evaluate` streams; with a base configuration it is on training's
+`BaseEngine`, which decides where weights are and has its hooks around every block.
 """
 
 from abc import abstractmethod

@@ -8,8 +8,8 @@ A multiplication with an addition counts two. Three kinds of work count, all of 
   and 2.5 times that backward (five products, one of which repeats the scores);
 - adapters: ``2 x rows x weights`` a pass, and two passes backward, since their weights are trained.
 
-Left out, as under 0.1% of the released model: text refiner, embeddings, AdaLN (a few rows) and heads. At 33,248 rows the
-released base has 1.28 PFLOP a linear pass and 0.91 an attention pass; a training step needs 2 and 3.5 of them.
+Left out, as under 0.1% of the released model: text refiner, embeddings, AdaLN (a few rows) and heads. At 33,248 rows
+the released base has 1.28 PFLOP a linear pass and 0.91 an attention pass; a training step needs 2 and 3.5 of them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -101,9 +101,9 @@ class Sizes:
         )
 
     def repeated(self, settings: ActivationSettings) -> Repeated:
-        """What rtcwm's own blocks repeat under an ``activation_checkpointing`` section: all but each block's last product
-        (its recompute ends with the last tensor that the gradient needs), less attention where its outputs are kept. Of
-        blocks that are kept, a feed-forward in parts repeats its first layer."""
+        """What rtcwm's own blocks repeat under an ``activation_checkpointing`` section: all but each block's last
+        product (its recompute ends with the last tensor that the gradient needs), less attention where its outputs
+        are kept. Of blocks that are kept, a feed-forward in parts repeats its first layer."""
         kept = 1.0 if settings.policy == "none" else settings.keep_blocks / self.layers
         parts = kept if settings.ffn_rows else 0.0
         block_adapter = self.adapter / self.layers
@@ -135,8 +135,8 @@ class Pass:
 def chunk_passes(layout: Layout, chunk: int, rule: Rule) -> tuple[Pass, Pass]:
     """What a chunk of a stream with reused keys runs: the forward that prepares the cache, and one denoising step.
 
-    The first prepares static rows and its own proxy; a later one the chunk before it, in that chunk's own window, and its
-    own proxy. ``layout`` is any stream layout of the geometry and conditions; ``chunk`` counts from 0.
+    The first prepares static rows and its own proxy; a later one the chunk before it, in that chunk's own window, and
+    its own proxy. ``layout`` is any stream layout of the geometry and conditions; ``chunk`` counts from 0.
     """
     static, proxy, target = layout.static, layout.proxy_chunk, layout.target_chunk
 
