@@ -164,7 +164,9 @@ class Plan:
 
     def _evaluate(self, seed: int, chunks: int, models: dict[str, str], done: Path, variants: tuple[str, ...]) -> Job:
         named = [word for name, model in models.items() for word in ("--model+", f"{name}={model}")]
-        words = flags({"out": done.parent, "clips": self.folder("test_clips"), "chunks": chunks, "attn": "sdpa"})
+        words = flags(
+            {"out": done.parent, "clips": self.folder("test_clips"), "chunks": chunks, "attn": "sdpa", "compile": "off"}
+        )
         needs = ("test_clips", *(f"seed{seed}/{variant}" for variant in variants))
         return Job(
             f"seed{seed}/{done.parent.name}",
