@@ -1,7 +1,9 @@
 """The forward of rtcwm's blocks against diffusers' block under plain autograd: values, gradients, and the work done."""
 
+import json
 from collections import Counter
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rtcwm.engine.activations import Activations
 from rtcwm.engine.base import BaseEngine
-from rtcwm.engine.settings import ActivationSettings, BaseSettings
+from rtcwm.engine.settings import ActivationSettings, BaseSettings, read_base_settings
+from rtcwm.errors import UserError
 from rtcwm.model import glue
 from rtcwm.model.attention import Full, install, resolve
 from rtcwm.model.blocks import predict_velocity
@@ -150,6 +153,22 @@ def test_weights_that_want_a_gradient_are_refused():
 
 
 VIEWS = (torch.ops.aten.t.default, torch.ops.aten.detach.default)
+
+
+def test_settings_of_parts_and_compilation(tmp_path, monkeypatch):
+    file = tmp_path / "base.json"
+    for rows in (-1, 2.5, True):
+        file.write_text(json.dumps({"activation_checkpointing": {"ffn_rows": rows}}))
+        with pytest.raises(UserError, match="ffn_rows is .*expected a number of rows"):
+            read_base_settings(file)
+    file.write_text(json.dumps({"activation_checkpointing": {"ffn_rows": 4096}}))
+    assert read_base_settings(file).activations.ffn_rows == 4096
+    assert [resolve("sdpa", "cpu", setting).compiled for setting in ("off", "auto", "on")] == [False, False, True]
+    assert "blocks: compiled" in resolve("sdpa", "cpu", "on").why
+    assert glue.compiles("auto", torch.device("cuda"))[0] == bool(find_spec("triton"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="--compile on needs a C[+][+] compiler"):
+        resolve("sdpa", "cpu", "on")
 
 
 class Products(TorchDispatchMode):

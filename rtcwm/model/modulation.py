@@ -16,6 +16,7 @@ Model times that no file of the base holds yet are computed into a new one, so r
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -168,7 +169,7 @@ def write_table(path: Path, source: BaseSource, times: Tensor, dtype: torch.dtyp
     kind = next(name for name, known in DTYPES.items() if known == dtype)
     for block in range(config["num_layers"]):
         shapes[_name(block)] = (kind, [len(times), MODALITIES * PARTS * config["hidden_size"]])
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # nodes that share the folder may write it at once
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(aside, "wb") as file:
