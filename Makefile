@@ -26,14 +26,15 @@ $(READY): pyproject.toml
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --editable ".[test,prepare]"
 	touch $(READY)
 
-# Diffusion forcing, then distillation, each by the DeepSpeed launcher; then 14-chunk streams against the truth.
+# Diffusion forcing, then distillation, each by the DeepSpeed launcher; then 14-chunk streams against the truth: of the
+# bidirectional adapter that all began with, after diffusion forcing, after distillation, with the same noise.
 demo: $(READY)
 	deepspeed --num_gpus $(RANKS) --module rtcwm.train.train --out $(OUT)/df --steps $(STEPS) --save-every 20 \
 	    --lr 2e-3 --lr-min 1e-4
 	deepspeed --num_gpus $(RANKS) --module rtcwm.train.distill --out $(OUT)/dmd --clips $(OUT)/df/clips --iters $(ITERS) \
 	    --student-lora $(OUT)/df/lora_step$$(printf %05d $(STEPS)).safetensors --gen-lr 2e-4 --critic-lr 4e-4 --warmup 2 --critic-per-gen 2
 	rtcwm evaluate --out $(OUT)/eval --run $(OUT)/dmd --chunks 14 --max_clips 1 \
-	    --model+ forced=$(OUT)/df/lora_step$$(printf %05d $(STEPS)).safetensors:few,forced=true \
+	    --model+ start=released:few \
 	    --model+ df=$(OUT)/df/lora_step$$(printf %05d $(STEPS)).safetensors:few \
 	    --model+ distilled=$(OUT)/dmd/student_iter$$(printf %05d $(ITERS)).safetensors
 	@echo "look at $(OUT)/eval/evaluate.png and evaluate.mp4; tensorboard --logdir $(OUT)"
