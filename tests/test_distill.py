@@ -52,7 +52,8 @@ def options(clips_root, base_config, tmp_path_factory) -> dict:
     folder, config = tmp_path_factory.mktemp("adapters"), open_base(str(base_config)).config
     return {
         "clips": str(clips_root), "base": str(base_config), "val_clips": 1, "iters": ITERATIONS, "min_chunks": 8,
-        "max_chunks": 8, "critic_per_gen": 2, "grad_chunks": 3, "gen_lr": 2e-3, "critic_lr": 4e-3, "warmup": 2, "seed": 7,
+        "max_chunks": 8, "critic_per_gen": 2, "grad_chunks": 3, "gen_lr": 2e-3, "critic_lr": 4e-3, "warmup": 2,
+        "seed": 7,
         "student_lora": make_adapter(folder / "student.safetensors", config, 1),
         "teacher_lora": make_adapter(folder / "teacher.safetensors", config, 2, rank=6),
         "critic_lora": make_adapter(folder / "critic.safetensors", config, 3, rank=5),
@@ -175,8 +176,8 @@ def plain(options: dict, ranks: int, one_level: bool = False) -> dict:
                 truth.picture1, truth.text, truth.text_tags, torch.zeros(1, 340, 32), truth.geometry
             )
             made = rollout(
-                model, kernel, conditions, truth.proxy, sampler, drawn(streams.own("rollout noise", visit.position)), stops,
-                range(chunks - config.grad_chunks, chunks), bound(student), bound(student),
+                model, kernel, conditions, truth.proxy, sampler, drawn(streams.own("rollout noise", visit.position)),
+                stops, range(chunks - config.grad_chunks, chunks), bound(student), bound(student),
             )  # fmt: skip
             latents = torch.cat(made, dim=2)
             begin = chunks - (8 if config.teacher_kind == "released" else 6)
@@ -235,8 +236,8 @@ def assert_equal(result: dict, expected: dict, options: dict) -> None:
             assert found[key] == pytest.approx(wanted[key], rel=2e-4), key
     for role, lr in (("student", options["gen_lr"]), ("critic", options["critic_lr"])):
         for name, value in expected[role].items():
-            # With beta1 = 0 AdamW takes a step of the learning rate's size along each gradient's sign, so a gradient that
-            # is rounding alone moves a weight by up to that; such weights are few.
+            # With beta1 = 0 AdamW takes a step of the learning rate's size along each gradient's sign, so a gradient
+            # that is rounding alone moves a weight by up to that; such weights are few.
             far = (result[role][name] - value).abs() > 0.01 * lr
             assert far.float().mean() < 0.01, (role, name, far.float().mean().item())
     for name, value in result["average"].items():

@@ -145,7 +145,7 @@ def assert_equals_reference(result: dict, expected: tuple, tolerance: float = 2e
     losses, norms, weights = expected
     assert result["losses"] == pytest.approx(losses, rel=tolerance)
     assert result["norms"] == pytest.approx(norms, rel=tolerance)
-    # AdamW divides a gradient by its own size, so rounding of a small one moves a weight by a part of the learning rate.
+    # AdamW divides a gradient by its own size: rounding of a small one moves a weight by a part of the learning rate.
     for name, value in weights.items():
         torch.testing.assert_close(result["weights"][name], value, rtol=0, atol=1e-3 * LR)
 

@@ -156,7 +156,7 @@ def alternate(world, files: Path, base_settings: BaseSettings) -> dict:
 
 @pytest.mark.parametrize(("ranks", "group"), [(4, 2), (2, 1)])
 def test_prefetch_changes_no_bit_and_leaves_nothing_gathered(files, ranks, group):
-    """Against DeepSpeed's own fetches. The base in host memory, in groups of two shared as well; inputs of blocks too."""
+    """Against DeepSpeed's own fetches. The base in host memory, in groups of two shared as well; blocks' inputs too."""
     offload = ActivationSettings(cpu_checkpointing=True)
     ways = (
         settings(files, shard_group=group, prefetch=False, offload=group == 1),
@@ -244,7 +244,8 @@ def order(world, files: Path, base_settings: BaseSettings) -> dict:
 def test_blocks_and_their_inputs_come_one_block_ahead_and_go_again(files):
     way = settings(files, shard_group=2, activations=ActivationSettings(cpu_checkpointing=True))
     for result in run_ranks(2, order, files, way):
-        # Forward: the next block is fetched before one runs. Backward: the last two blocks are still there; the others come, with their inputs, while the block after them is recomputed.
+        # Forward: the next block is fetched before one runs. Backward: the last two blocks are still there; the others
+        # come, with their inputs, while the block after them is recomputed.
         assert " ".join(result["events"]) == (
             "weights 0 weights 1 run 0 weights 2 run 1 weights 3 run 2 weights 4 run 3 run 4 "
             "input input run 4 input weights 2 run 3 input weights 1 run 2 input weights 0 run 1 run 0"

@@ -255,7 +255,8 @@ def test_bad_input_is_refused_before_anything_heavy(clips_root, base_config, tmp
     config = open_base(str(base_config)).config
     good = {"clips": str(clips_root), "base": str(base_config), "steps": 2, "val_clips": 1}
     (tmp_path / "empty").mkdir()
-    for name, text in {"base.json": '{"shard_groups": 1}', "adapter.json": '{"clip": 1}', "three.json": '{"shard_group": 3}',
+    for name, text in {"base.json": '{"shard_groups": 1}', "adapter.json": '{"clip": 1}',
+                       "three.json": '{"shard_group": 3}',
                        "none.json": '{"activation_checkpointing": {"policy": "none"}}'}.items():  # fmt: skip
         (tmp_path / name).write_text(text)
     truncated = tmp_path / "truncated.safetensors"

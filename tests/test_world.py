@@ -107,7 +107,7 @@ def test_the_nearer_of_two_boxes_hides_the_other():
 
 
 def test_casting_in_rectangles_misses_nothing():
-    """Against every solid cast over the whole picture, from random cameras, solids at and across the borders included."""
+    """Against every solid cast over the whole picture, from random cameras; solids at and across borders included."""
     random = np.random.default_rng(2)
     for _ in range(40):
         pose = Pose(random.uniform(-1, 1, 3) + [0, 5, 0], random.uniform(0, 6.28), random.uniform(-0.3, 0.6), 0.0)

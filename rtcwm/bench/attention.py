@@ -43,6 +43,7 @@ def bench(settings: Settings) -> None:
                     raise
                 world.print(f"{name} is left out: {missing}")
                 continue
+            world.print(f"{name} ...")
             errors = {rule: parity(kernel, device, dtype_of(device), rule)._asdict() for rule in RULES}
             result["kernels"][name] = measured(kernel, case, settings, device) | {"parity": errors}
         world.print(kernel_table(result))

@@ -8,9 +8,9 @@ Inputs go to host memory while their block computes, and come back, as the base'
 theirs is recomputed. Which block that is differs from graph to graph, since several forward passes may be alive (the
 chunks of a rollout): each kept input knows the one that its own forward pass kept before it.
 
-Under "save_attention" it keeps the outputs of the block's attention as well, and the recompute runs no attention. torch's
-selective checkpointing could do that too, but it numbers every operation of a block, and a block whose weights or
-inputs were brought ahead in one of the two passes does not do the same ones twice.
+Under "save_attention" it keeps the outputs of the block's attention as well, and the recompute runs no attention.
+torch's selective checkpointing could do that too, but it numbers every operation of a block, and a block whose weights
+or inputs were brought ahead in one of the two passes does not do the same ones twice.
 
 The adapter is bound inside the recomputed function. A slot read from outside would be at another adapter by then.
 """
@@ -116,7 +116,7 @@ class BlockInput:
             self._event = None
 
     def __del__(self) -> None:
-        # A graph that no backward pass went through: its pages go back, and memory that a copy still uses stays until then.
+        # A graph that no backward pass went through: its pages go back, memory that a copy still uses stays until then.
         if self._stored is not None:
             self._stored.drop()
         self._await()

@@ -167,8 +167,8 @@ class AdapterEngine:
             self.park()
 
     def _share_weights(self) -> None:
-        """Lets the optimizer update this rank's part of the weights in place. DeepSpeed keeps a copy of it for weights in
-        half precision; ours are fp32, and the copy would be the same numbers twice."""
+        """Lets the optimizer update this rank's part of the weights in place. DeepSpeed keeps a copy of it for weights
+        in half precision; ours are fp32, and the copy would be the same numbers twice."""
         zero = self.engine.optimizer
         rank = torch.distributed.get_rank()
         for master, parts in zip(

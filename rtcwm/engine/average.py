@@ -9,8 +9,8 @@ from rtcwm.model.lora import Adapter
 class Average:
     """The exponential moving mean of an adapter that an engine trains.
 
-    After update k (from 1) ``mean = d mean + (1 - d) weights`` with ``d = min(decay, k / (k + 9))``, so that a short run
-    is not a mean over its starting point. Resumed runs continue it.
+    After update k (from 1) ``mean = d mean + (1 - d) weights`` with ``d = min(decay, k / (k + 9))``, so that a short
+    run is not a mean over its starting point. Resumed runs continue it.
 
     Attributes:
         adapter: the mean as an adapter of its own; on rank 0 alone, None elsewhere.

@@ -90,15 +90,16 @@ class BaseEngine:
         if not carrier.usable():
             first, after = (".".join(map(str, version)) for version in carrier.TESTED)
             self.world.print(
-                f"no prefetch of the base: DeepSpeed {deepspeed.__version__} is not between {first} and {after}; its own "
-                "gathers are used, which computation waits for"
+                f"no prefetch of the base: DeepSpeed {deepspeed.__version__} is not between {first} and {after}; its "
+                "own gathers are used, which computation waits for"
             )
             return None
         return carrier.Carrier(list(self.model.transformer_blocks), self.world.device, settings.device_blocks)
 
     def _keep_whole(self) -> None:
-        """One copy a card: nothing is gathered or released, so every weight is put in its place for good and DeepSpeed's
-        hooks are taken off. They move no byte here and cost 2 ms of Python a block, more than a small block computes."""
+        """One copy a card: nothing is gathered or released, so every weight is put in its place for good and
+        DeepSpeed's hooks are taken off. They move no byte here and cost 2 ms of Python a block, more than a small block
+        computes."""
         for parameter in self.model.parameters():
             parameter.data = parameter.ds_tensor.data.view(parameter.ds_shape)
             parameter.ds_status = ZeroParamStatus.AVAILABLE

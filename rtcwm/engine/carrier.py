@@ -11,8 +11,8 @@ pass ended with, and does not move them again. The buffer released longest ago i
 that turn around is the block that is needed last. With more buffers, more blocks are spared.
 
 What this relies on of DeepSpeed: the coordinator calls ``param.all_gather_coalesced(params)`` and waits on what it
-returns, releases by ``param.partition()``, and reads ``param.ds_status``. `usable` says for which versions that was read
-and tested.
+returns, releases by ``param.partition()``, and reads ``param.ds_status``. `usable` says for which versions that was
+read and tested.
 """
 
 import re
@@ -39,7 +39,7 @@ def usable(version: str = deepspeed.__version__) -> bool:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter lies in a buffer, in bytes: ``start``, and its own size; every rank's part of it is ``part``."""
+    """Where a parameter lies in a buffer, in bytes: ``start``, and its own size; every rank's part is ``part``."""
 
     param: nn.Parameter
     start: int
@@ -143,7 +143,7 @@ class Carrier:
         return buffer
 
     def _choose(self) -> _Buffer:
-        """The buffer that may be overwritten; a further one where all are in use, which no pass of ours brings about."""
+        """The buffer that may be overwritten; a further one where all are in use, which no pass of ours does."""
         free = [buffer for buffer in self._buffers if not buffer.users]
         if free:
             return min(free, key=lambda buffer: buffer.wanted)

@@ -1,8 +1,8 @@
 """Checkpoints that are complete or absent.
 
 ``state/step00150/`` holds one safetensors file for every engine and ``state.json``: the program's own counters, and
-size and hash of each file. It is written aside as ``state/.step00150``, checked, flushed and then renamed, so a death at
-any moment leaves the newest complete one in place. Rank 0 alone touches the disk.
+size and hash of each file. It is written aside as ``state/.step00150``, checked, flushed and then renamed, so a death
+at any moment leaves the newest complete one in place. Rank 0 alone touches the disk.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ class Checkpoints:
         """Writes the state of all engines and the program's counters; a collective.
 
         Raises:
-            UserError: the disk refused (full, read-only), or the state is not finite. What was on disk before is intact.
+            UserError: the disk refused (full, read-only), or the state is not finite. What was on disk is intact.
         """
         states = {name: engine.state_dict() for name, engine in engines.items()}
         self.world.on_main(lambda: self._write(step, states, counters))
@@ -83,8 +83,8 @@ class Checkpoints:
             print(f"checkpoint {self.path(step)} is damaged ({fault}); trying the one before", flush=True)
         if steps:
             raise UserError(
-                f"every checkpoint in {self.folder} is damaged, so the run cannot continue. Its adapters and its log are "
-                "untouched: start anew in another --out, with --init-lora (or --student-lora) from here"
+                f"every checkpoint in {self.folder} is damaged, so the run cannot continue. Its adapters and its log "
+                "are untouched: start anew in another --out, with --init-lora (or --student-lora) from here"
             )
         return None
 
@@ -93,8 +93,8 @@ class Checkpoints:
             for key, tensor in state.items():
                 if not torch.isfinite(tensor).all():
                     raise UserError(
-                        f"{name} {key} is not finite at step {step}: nothing was saved. The checkpoint before is intact; "
-                        "lower the learning rate and start the command again"
+                        f"{name} {key} is not finite at step {step}: nothing was saved. The checkpoint before is "
+                        "intact; lower the learning rate and start the command again"
                     )
 
         def fill(folder: Path) -> None:

@@ -17,8 +17,8 @@ class Peaks:
     """Highest use, in GiB.
 
     Attributes:
-        device_allocated, device_reserved: by torch's allocator since `reset_peaks`; what it handed out, and what it took
-            from the card. Zero on the CPU.
+        device_allocated, device_reserved: by torch's allocator since `reset_peaks`; what it handed out, and what it
+            took from the card. Zero on the CPU.
         host_resident: resident set of this process since it began.
         host_pinned: page-locked memory that torch took since `reset_peaks`. Drivers differ in whether the resident set
             counts it, so the process uses at least the larger and at most the sum of the two.

@@ -19,7 +19,8 @@ from rtcwm.errors import UserError
 POLICIES = ("recompute", "save_attention", "none")
 
 COMMON_KEYS = {
-    "train_micro_batch_size_per_gpu", "zero_optimization", "steps_per_print", "wall_clock_breakdown", "memory_breakdown",
+    "train_micro_batch_size_per_gpu", "zero_optimization", "steps_per_print", "wall_clock_breakdown",
+    "memory_breakdown",
 }  # fmt: skip
 BASE_KEYS = COMMON_KEYS | {
     "activation_checkpointing", "shard_group", "prefetch", "device_blocks", "memory_limit_gib",
@@ -161,8 +162,8 @@ def read_base_settings(path: Path) -> BaseSettings:
     activations = _activations(path, config)
     if offload and activations.keeps_blocks:
         raise UserError(
-            f"{path}: offload_param excludes activation_checkpointing.policy 'none' and keep_blocks: blocks that are not "
-            "recomputed keep their weights on the device until the backward pass"
+            f"{path}: offload_param excludes activation_checkpointing.policy 'none' and keep_blocks: blocks that are "
+            "not recomputed keep their weights on the device until the backward pass"
         )
     return BaseSettings(config, group, activations, offload, pin, prefetch, blocks, limit)
 
@@ -173,8 +174,8 @@ def read_adapter_settings(path: Path) -> AdapterSettings:
     zero = _section(path, config, "zero_optimization")
     if zero.setdefault("stage", 1) not in (1, 2):
         raise UserError(
-            f"{path}: zero_optimization.stage is {zero['stage']!r}; adapter engines use stage 1 or 2, since the hooks of "
-            "the base read whole adapter weights"
+            f"{path}: zero_optimization.stage is {zero['stage']!r}; adapter engines use stage 1 or 2, since the hooks "
+            "of the base read whole adapter weights"
         )
     _check_zero(path, zero)
     optimizer = _section(path, config, "optimizer") or {"type": "AdamW"}

@@ -4,9 +4,9 @@
 other in collectives that never match. *Own* draws (noise, noise levels, start frames, clips) belong to one sample, and
 no two samples share them.
 
-Both are counter-based: a generator is made from (seed, kind, name, index) whenever it is needed. What has to be saved of
-a stream is therefore its counter alone, and an own draw that is indexed by a sample's position in the run, rather than
-by a rank, is the same for any number of ranks.
+Both are counter-based: a generator is made from (seed, kind, name, index) whenever it is needed. What has to be saved
+of a stream is therefore its counter alone, and an own draw that is indexed by a sample's position in the run, rather
+than by a rank, is the same for any number of ranks.
 """
 
 import hashlib

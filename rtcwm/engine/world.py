@@ -5,6 +5,7 @@ and on GPUs (NCCL). Files of a run are read and written by rank 0 alone and thei
 ``--out`` need not be on a shared file system.
 """
 
+import faulthandler
 import os
 import signal
 import socket
@@ -169,8 +170,8 @@ class World:
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _frame: object) -> None:
-        """Asks the program to save and leave. A launcher passes on what its process group got as well, so repeats within
-        `REPEAT_SECONDS` are the same request; a later one ends this rank at once."""
+        """Asks the program to save and leave. A launcher passes on what its process group got as well, so repeats
+        within `REPEAT_SECONDS` are the same request; a later one ends this rank at once."""
         now = time.monotonic()
         if self.stop_requested and now - self.stop_since > REPEAT_SECONDS:
             sys.exit(128 + number)
@@ -180,7 +181,10 @@ class World:
 
 @contextmanager
 def program(name: str):
-    """The frame of a command: starts the world, prints a user's error once and leaves with code 2."""
+    """The frame of a command: starts the world, prints a user's error once and leaves with code 2. A crash of native
+    code prints where Python was, and so does SIGUSR1 at any time, for a process that seems to hang."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
     try:
         world = World.start()
     except UserError as error:

@@ -3,9 +3,10 @@
 It is put on the instances (`attention.install`), so that blocks stay diffusers' class, called as modules through their
 hooks, and every weight is reached inside of the block's own forward, where a partitioned base has gathered it.
 
-A feed-forward in parts takes so many rows at a time through both of its layers and keeps their input alone: the gradient
-computes each part again, so that of the two widest tensors of a block only a part lives at any time. No product is done
-twice for it where blocks are recomputed, since the recompute of a block then ends before its feed-forward.
+A feed-forward in parts takes so many rows at a time through both of its layers and keeps their input alone: the
+gradient computes each part again, so that of the two widest tensors of a block only a part lives at any time. No
+product is done twice for it where blocks are recomputed, since the recompute of a block then ends before its
+feed-forward.
 """
 
 from collections.abc import Callable, Iterator

@@ -28,9 +28,9 @@ Run = Callable[..., Tensor]  # run(block, hidden, modulation, adaln_index, rotar
 class Modulation(NamedTuple):
     """What blocks and head are told about noise levels.
 
-    `temb` [m, time width] of the m model times, and `time_index` [S] into it; `blocks`, from which every block makes its
-    AdaLN rows (time, tag): temb again, or rows of a table for all blocks (`rtcwm.model.modulation`); `adaln_index` [S]
-    into them.
+    `temb` [m, time width] of the m model times, and `time_index` [S] into it; `blocks`, from which every block makes
+    its AdaLN rows (time, tag): temb again, or rows of a table for all blocks (`rtcwm.model.modulation`); `adaln_index`
+    [S] into them.
     """
 
     temb: Tensor
@@ -50,8 +50,8 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 
 
 def modulate(model: MiniMaxH3Transformer3DModel, times: Tensor, time_index: Tensor, tags: Tensor) -> Modulation:
-    """For rows of these times and modalities: `times` [m], on the CPU or the host waits for the device; `time_index` and
-    `tags` [S] on the device.
+    """For rows of these times and modalities: `times` [m], on the CPU or the host waits for the device; `time_index`
+    and `tags` [S] on the device.
 
     Raises UserError for a time that the base's AdaLN table, if it has one, does not hold.
     """
@@ -114,8 +114,8 @@ def run_blocks(
     attend: Attend | None,
     run: Run = call,
 ) -> Tensor:
-    """All blocks over `hidden` [B, S, hidden]; `modulation` and `adaln_index` from `modulate`. `attend` travels as the blocks' attention mask to the processors that
-    `attention.install` put there (None: full attention)."""
+    """All blocks over `hidden` [B, S, hidden]; `modulation` and `adaln_index` from `modulate`. `attend` travels as
+    the blocks' attention mask to the processors that `attention.install` put there (None: full attention)."""
     for block in model.transformer_blocks:
         hidden = run(block, hidden, modulation, adaln_index, rotary, attend)
     return hidden

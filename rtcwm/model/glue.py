@@ -183,7 +183,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 class Enter(torch.autograd.Function):
-    """``(x, norm, shift, scale, index, compiled) -> (x, norm_modulate)``: the block's input, and what attention gets."""
+    """``(x, norm, shift, scale, index, compiled) -> (x, norm_modulate)``: the block's input, what attention gets."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x, norm: nn.RMSNorm, shift, scale, index, compiled: bool):
@@ -222,7 +222,7 @@ class Middle(torch.autograd.Function):
 
 
 class Gate(torch.autograd.Function):
-    """``(token, gate, index, compiled) -> token``: owns the gradient of what a `gated` sum adds, and computes nothing."""
+    """``(token, gate, index, compiled) -> token``: owns the gradient of what a `gated` sum adds, computes nothing."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, token, gate, index, compiled: bool):

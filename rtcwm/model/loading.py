@@ -151,8 +151,8 @@ def open_base(base: str) -> BaseSource:
     """The source that ``--base`` names.
 
     Args:
-        base: "embedded" (the small base that ships with the package), a diffusers H3 folder, or a ``.json`` config whose
-            weights are then random (for benchmarks).
+        base: "embedded" (the small base that ships with the package), a diffusers H3 folder, or a ``.json`` config
+            whose weights are then random (for benchmarks).
 
     Raises:
         UserError: nothing there, or files that do not fit the config.

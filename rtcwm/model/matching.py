@@ -1,8 +1,9 @@
 """Distribution matching (Yin et al. 2024, DMD; and DMD2): the student's loss from two scores of its own samples.
 
-The gradient of the Kullback-Leibler divergence between the student's distribution and the teacher's, at a noised sample,
-is the difference of two scores; in terms of clean predictions it is ``x0_fake - x0_real``, divided by the size of
-``x - x0_real`` so that all noise levels weigh alike (DMD, eq. 7 and 8). The loss is a quadratic whose gradient is that:
+The gradient of the Kullback-Leibler divergence between the student's distribution and the teacher's, at a noised
+sample, is the difference of two scores; in terms of clean predictions it is ``x0_fake - x0_real``, divided by the size
+of ``x - x0_real`` so that all noise levels weigh alike (DMD, eq. 7 and 8). The loss is a quadratic whose gradient is
+that:
 
     loss = 0.5 mean || x - sg(x - (x0_fake - x0_real) / mean|x - x0_real|) ||^2
 
@@ -45,8 +46,8 @@ class Matching:
 
 
 def score_level(generator: torch.Generator, amount: float, grid: int | None = None) -> tuple[float, float]:
-    """One noise level for a window of latents, ``shift(U(0.02, 0.98), amount)``, on a grid of levels if there is one, and
-    the uniform number behind it."""
+    """One noise level for a window of latents, ``shift(U(0.02, 0.98), amount)``, on a grid of levels if there is one,
+    and the uniform number behind it."""
     low, high = SCORE_RANGE
     uniform = low + (high - low) * torch.rand((), generator=generator)
     return on_grid(shift(uniform, amount), grid).item(), uniform.item()

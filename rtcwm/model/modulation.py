@@ -2,9 +2,9 @@
 
 A block's AdaLN is a function of model time and modality alone, and takes 13.0 of the release's 33.1 billion parameters.
 Its rows for a grid of model times are computed once for a base, block by block, so that one block's projection is all
-that a device ever holds, and kept in safetensors files. The grid of 1,000 takes 9.7 GB in bf16. A run maps the files into
-memory and copies the rows of its few model times to the device, all blocks in one copy (10 MB a time); the weights are
-neither loaded, nor partitioned, nor gathered. Noise levels are then drawn on the grid (`objectives.on_grid`).
+that a device ever holds, and kept in safetensors files. The grid of 1,000 takes 9.7 GB in bf16. A run maps the files
+into memory and copies the rows of its few model times to the device, all blocks in one copy (10 MB a time); the weights
+are neither loaded, nor partitioned, nor gathered. Noise levels are then drawn on the grid (`objectives.on_grid`).
 
 Rows are what the projection gives in the base's dtype. Computed with other rows beside them they may differ in the last
 bit, as the rows of any matrix product may: kernels for a thousand rows add up in another order than those for nine.
@@ -40,8 +40,8 @@ VERSION = "1"
 
 
 def grid_times(steps: int, extra: Sequence[float] = ()) -> Tensor:
-    """Model times ``1 - k / steps`` for k = 0..steps, those of references and clean rows, and others; sorted, each once,
-    float32 as the network is fed them."""
+    """Model times ``1 - k / steps`` for k = 0..steps, those of references and clean rows, and others; sorted, each
+    once, float32 as the network is fed them."""
     grid = model_time(torch.arange(steps + 1) / steps)
     times = torch.cat([grid, torch.tensor([REFERENCE_TIME, CLEAN_TIME, *extra])]).unique()
     return times[torch.cat([torch.tensor([True]), times.diff() > TOLERANCE])]
@@ -111,8 +111,9 @@ class AdalnTable:
         if missing.any():
             time = times[missing][0].item()
             raise UserError(
-                f"the noise level {1 - time:.6g} (model time {time:.6g}) is none of the {len(self.times)} that the AdaLN "
-                "table holds: levels have to be on the grid of --adaln-times or of the run's schedule; or set --adaln live"
+                f"the noise level {1 - time:.6g} (model time {time:.6g}) is none of the {len(self.times)} that the "
+                "AdaLN table holds: levels have to be on the grid of --adaln-times or of the run's schedule; or set "
+                "--adaln live"
             )
         return entries
 
@@ -185,8 +186,8 @@ def write_table(path: Path, source: BaseSource, times: Tensor, dtype: torch.dtyp
         aside.replace(path)
     except OSError as error:
         raise UserError(
-            f"cannot write the AdaLN table {path} ({table_bytes(config, len(times), dtype):,} bytes): {error}. Make room, "
-            "name another folder with --adaln-dir, or set --adaln live"
+            f"cannot write the AdaLN table {path} ({table_bytes(config, len(times), dtype):,} bytes): {error}. Make "
+            "room, name another folder with --adaln-dir, or set --adaln live"
         ) from error
     finally:
         with suppress(OSError):

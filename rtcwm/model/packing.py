@@ -212,8 +212,8 @@ def _build(
 
 
 def row_times(layout: Layout, target_times: Tensor, text_time: TextTime = "pinned") -> tuple[Tensor, Tensor]:
-    """Model times (t = 1 - sigma) of the sequence: `times` [m] float32, on the device of `target_times`, and `time_index`
-    [S], the entry of every row, on the layout's.
+    """Model times (t = 1 - sigma) of the sequence: `times` [m] float32, on the device of `target_times`, and
+    `time_index` [S], the entry of every row, on the layout's.
 
     `target_times` is one time a chunk [chunks], or a scalar for all of them. "pinned" gives text 0.999 and visual
     references 0.999 whatever the target's time, so that cached keys stay valid; "video" is the stock rule: text takes

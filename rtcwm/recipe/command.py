@@ -37,8 +37,8 @@ def main_recipe(
     Args:
         out: folder of all runs. The same command again goes on where it stopped.
         seeds: one whole recipe each, such as [1,2,3], which is the default.
-        ablations: variants of the distillation to run as well, such as [clean-history,critic-1] or [all]; critic-1@2 only with
-            seed 2, all@1 all of them with seed 1.
+        ablations: variants of the distillation to run as well, such as [clean-history,critic-1] or [all]; critic-1@2
+            only with seed 2, all@1 all of them with seed 1.
         jobs: programs that run at the same time, over all cards there are.
         clips: clips of 16 chunks to train on, four an episode.
         test_clips: unseen clips, each of an episode of its own, to measure on.

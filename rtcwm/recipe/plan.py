@@ -20,8 +20,8 @@ DISTILL = {
     "gen-lr": "1e-4", "critic-lr": "4e-4", "teacher-picture1": "start", "score-shift": "3", "ema": "0.95",
 }  # fmt: skip
 """What the small world wants in place of the defaults: its adapters are small and its runs short (learning rates), its
-latents few (noise levels as its base was trained with), and a teacher that is shown the rollout's own first latent cannot
-object to a colour that the rollout has drifted to (Picture 1)."""
+latents few (noise levels as its base was trained with), and a teacher that is shown the rollout's own first latent
+cannot object to a colour that the rollout has drifted to (Picture 1)."""
 
 ABLATIONS: dict[str, dict[str, str]] = {
     "no-reuse": {"kv-reuse": "false"},
@@ -71,8 +71,8 @@ class Plan:
             name, at, only = text.partition("@")
             if name not in (*ABLATIONS, "all") or (at and only not in map(str, self.settings.seeds)):
                 raise UserError(
-                    f"--ablations {text!r}: expected one of all, {', '.join(ABLATIONS)}, and after an @ one of the seeds "
-                    f"{list(self.settings.seeds)}"
+                    f"--ablations {text!r}: expected one of all, {', '.join(ABLATIONS)}, and after an @ one of the "
+                    f"seeds {list(self.settings.seeds)}"
                 )
             if not at or int(only) == seed:
                 asked |= set(ABLATIONS) if name == "all" else {name}

@@ -47,8 +47,8 @@ class RunConfig:
     base_config: str | None = option(None, "DeepSpeed JSON of the base engine; default: ds_configs/ for the device")
     adaln: Literal["auto", "live", "table"] = option(
         "auto",
-        "AdaLN of the blocks computed live, or read from a table made once for a base, which takes 39% of the weights off "
-        "the card and puts noise levels on its grid; auto: a table for bases of over a billion parameters",
+        "AdaLN of the blocks computed live, or read from a table made once for a base, which takes 39% of the weights "
+        "off the card and puts noise levels on its grid; auto: a table for bases of over a billion parameters",
     )
     adaln_times: int = option(1000, "steps of the table's grid of noise levels")
     adaln_dir: str | None = option(None, "folder of tables (9.7 GB for the release); default: ~/.cache/rtcwm")
@@ -110,7 +110,7 @@ class TrainConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig(RunConfig):
-    """Settings of ``rtcwm.train.distill``; every default but ``out`` and ``student_lora`` runs on the embedded world."""
+    """Settings of ``rtcwm.train.distill``; all defaults but ``out`` and ``student_lora`` run on the embedded world."""
 
     save_every: int = option(20, "iterations between checkpoints; one is always written at the end")
     student_lora: str = option("", "adapter that the student starts from, of a diffusion-forcing or distillation run")

@@ -3,12 +3,12 @@
     deepspeed --num_gpus 2 --module rtcwm.train.distill --out runs/d --student-lora runs/a/lora_step00150.safetensors
 
 Three adapters share one frozen, partitioned base: the student and the critic (the score of what the student makes) are
-trained, each by an engine of its own; the teacher (the score of real video) is not. One iteration: the student rolls out
-R chunks from a clip's start frame, chunk by chunk on its own history; teacher and critic score the noised end of it, and
-the student follows their difference; then the critic learns to denoise windows of the same rollout.
+trained, each by an engine of its own; the teacher (the score of real video) is not. One iteration: the student rolls
+out R chunks from a clip's start frame, chunk by chunk on its own history; teacher and critic score the noised end of
+it, and the student follows their difference; then the critic learns to denoise windows of the same rollout.
 
-R and the stopping steps decide which forwards run, so they come from a stream that all ranks share, and a digest of them
-is compared before the rollout. Clip, start frame and noise are a rank's own.
+R and the stopping steps decide which forwards run, so they come from a stream that all ranks share, and a digest of
+them is compared before the rollout. Clip, start frame and noise are a rank's own.
 """
 
 import time
@@ -249,8 +249,8 @@ class Distiller(Loop):
         row |= {"critic_by_level": [None if v is None else finite_or_none(v) for v in by_level], "timing": parts}
         stops = "".join(str(stop) for stop in draws.stops)
         text = (
-            f"R {draws.chunks} stops {stops}  dmd {dmd:.5f}  critic {critic:.5f}  |grad| {gradient:.4f}  cos {cosine:.3f}  "
-            f"norms {updated.grad_norm:.4f} {norm:.4f}  "
+            f"R {draws.chunks} stops {stops}  dmd {dmd:.5f}  critic {critic:.5f}  |grad| {gradient:.4f}  "
+            f"cos {cosine:.3f}  norms {updated.grad_norm:.4f} {norm:.4f}  "
             + " ".join(f"{name} {value:.2f} s" for name, value in self.seconds.items())
             + ("  skipped (non-finite)" if skipped else "")
         )
@@ -294,8 +294,9 @@ class Timed:
 
 
 def likeness(rolled: Rolled) -> tuple[torch.Tensor, torch.Tensor]:
-    """Motion and spread of a rollout over those of the truth: 1 is alike, towards 0 a rollout freezes or fades, far above
-    1 it flickers or saturates. Motion is the mean |difference| of neighbouring latents, spread the standard deviation."""
+    """Motion and spread of a rollout over those of the truth: 1 is alike, towards 0 a rollout freezes or fades, far
+    above 1 it flickers or saturates. Motion is the mean |difference| of neighbouring latents, spread the
+    standard deviation."""
     made, true = rolled.latents, rolled.truth.video
 
     def motion(latents: torch.Tensor) -> torch.Tensor:

@@ -59,13 +59,14 @@ class DistillPlan:
             f"settings: {json.dumps(asdict(config))}",
             *self.inputs.lines(),
             f"student: {config.student_lora}, {self.student_shape.parameters:,} parameters (rank "
-            f"{self.student_shape.rank}); teacher: {self.teacher_lora or 'the base alone'}, {config.teacher_kind}; critic: "
-            f"{self.critic_lora or self.teacher_lora or 'new'}",
-            f"schedule: {sigmas}; history: {config.rollout_history}; rollouts of {config.min_chunks} to {config.max_chunks} "
-            f"chunks, the last {config.grad_chunks} with a graph",
+            f"{self.student_shape.rank}); teacher: {self.teacher_lora or 'the base alone'}, {config.teacher_kind}; "
+            f"critic: {self.critic_lora or self.teacher_lora or 'new'}",
+            f"schedule: {sigmas}; history: {config.rollout_history}; rollouts of {config.min_chunks} to "
+            f"{config.max_chunks} chunks, the last {config.grad_chunks} with a graph",
             f"start frames: {len(self.starts)} of {len({clip.id for clip, _ in self.starts})} clips; held out: "
             f"{len(self.held_out)} clips ({len({clip.episode for clip in self.held_out})} episodes){short}",
-            f"iterations: {config.iters} of {world.size * config.batch} rollouts, {config.critic_per_gen} critic updates each",
+            f"iterations: {config.iters} of {world.size * config.batch} rollouts, {config.critic_per_gen} critic updates "
+            "each",
         ]
 
     def metadata(self, role: str) -> dict[str, str]:
@@ -133,8 +134,8 @@ def _check_cheap(world: World, config: DistillConfig):
     window = window_chunks(config.teacher_kind)
     require(
         config.min_chunks >= window,
-        f"--min-chunks {config.min_chunks}: a {config.teacher_kind} teacher's window takes {window} chunks; set at least "
-        "that many",
+        f"--min-chunks {config.min_chunks}: a {config.teacher_kind} teacher's window takes {window} chunks; set at "
+        "least that many",
     )
     require(
         config.grad_chunks <= window,
@@ -155,8 +156,8 @@ def _plan(config: DistillConfig, inputs: Inputs) -> DistillPlan:
     if not starts:
         longest = max(training, key=lambda clip: clip.chunks)
         raise UserError(
-            f"no clip holds a rollout of --max-chunks {config.max_chunks} from a start frame without flagged chunks: 0 of "
-            f"{len(training)} training clips remain, such as {too_short[0]}; the longest, {longest.id}, has "
+            f"no clip holds a rollout of --max-chunks {config.max_chunks} from a start frame without flagged chunks: 0 "
+            f"of {len(training)} training clips remain, such as {too_short[0]}; the longest, {longest.id}, has "
             f"{longest.chunks} chunks. Lower --max-chunks or prepare longer clips"
         )
     EpochSampler(len(starts), inputs.world.size, config.seed)  # fewer start frames than ranks: an error now
@@ -197,8 +198,8 @@ def _adapter_settings(config: str | None) -> AdapterSettings:
     settings = read_adapter_settings(path)
     if settings.accumulation != 1:
         raise UserError(
-            f"{path}: gradient_accumulation_steps is {settings.accumulation}; an iteration of distillation is one rollout a "
-            "rank: set 1"
+            f"{path}: gradient_accumulation_steps is {settings.accumulation}; an iteration of distillation is one "
+            "rollout a rank: set 1"
         )
     return settings
 
@@ -231,8 +232,8 @@ def _check_adapters(
         objective = read_metadata(Path(critic)).get("objective")
         if config.teacher_kind == "causal" and objective not in ("critic", *CAUSAL_OBJECTIVES):
             raise UserError(
-                f"--critic-lora {critic} was not trained causally ({objective}) and cannot score a causal teacher's span; "
-                "start the critic from the teacher's adapter"
+                f"--critic-lora {critic} was not trained causally ({objective}) and cannot score a causal teacher's "
+                "span; start the critic from the teacher's adapter"
             )
         if objective == "dmd":
             raise UserError(
@@ -247,8 +248,8 @@ def _check_adapters(
 
 
 def _check_teacher(config: DistillConfig, source: BaseSource, codec: str | None) -> str | None:
-    """The teacher's file, checked. On a base of the user's own it has to be named: a default would distil from the wrong
-    model without a word."""
+    """The teacher's file, checked. On a base of the user's own it has to be named: a default would distil from the
+    wrong model without a word."""
     path = preflight.adapter_path(config.teacher_lora, config.base, default="")
     if path == "":
         raise UserError("--teacher-lora is required on this --base: the released adapter, or 'none' for the base alone")

@@ -12,8 +12,8 @@ from rtcwm.model.adapter_files import file_shape, save_adapter
 from rtcwm.model.lora import Adapter
 
 MAY_CHANGE = (
-    "out", "save_every", "val_every", "max_skips", "attn", "compile", "adaln_dir", "base_config", "adapter_config", "student_config",
-    "critic_config", "clips", "base", "init_lora", "student_lora", "teacher_lora", "critic_lora",
+    "out", "save_every", "val_every", "max_skips", "attn", "compile", "adaln_dir", "base_config", "adapter_config",
+    "student_config", "critic_config", "clips", "base", "init_lora", "student_lora", "teacher_lora", "critic_lora",
 )  # fmt: skip
 """Settings that a resumed run may change: they alter neither the data nor what is optimised. Files may move, since the
 identity holds what is in them; of the adapter engines' files it holds all but the accumulation, which may change with
@@ -49,8 +49,8 @@ class RunFolder:
             if holder == str(os.getpid()):
                 return
             raise UserError(
-                f"process {holder or '(unknown)'} is working in --out {self.path}: wait for it, end it (ranks may outlive a "
-                "killed launcher), or choose another folder"
+                f"process {holder or '(unknown)'} is working in --out {self.path}: wait for it, end it (ranks may "
+                "outlive a killed launcher), or choose another folder"
             ) from error
         lock.truncate(0)
         lock.write(str(os.getpid()))

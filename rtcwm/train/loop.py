@@ -102,14 +102,16 @@ class Loop(ABC):
             if self.world.any(self.world.stop_requested):
                 self._save()
                 self.record.say(
-                    f"stopped by a signal (SIGTERM or SIGINT) after {self.unit} {self.step}; the same command continues from there"
+                    f"stopped by a signal (SIGTERM or SIGINT) after {self.unit} {self.step}; the same command "
+                    "continues from there"
                 )
                 break
         self.record.close()
         if self.step == self.steps and self.skips_in_row:
             raise UserError(
-                f"the last {self.skips_in_row} of {self.steps} {self.unit}s had a non-finite loss or gradient: the adapters "
-                f"are those of the last good {self.unit}. Lower the learning rate, or start from another adapter"
+                f"the last {self.skips_in_row} of {self.steps} {self.unit}s had a non-finite loss or gradient: the "
+                f"adapters are those of the last good {self.unit}. Lower the learning rate, or start from another "
+                "adapter"
             )
 
     def state_dict(self) -> dict:
@@ -185,7 +187,8 @@ class Loop(ABC):
         kept = f"The state after {self.unit} {self.step} is on disk" if self.saved else "Nothing was worth saving"
         raise UserError(
             f"{self.max_skips} {self.unit}s in a row had a non-finite loss or gradient ({self.unit}s "
-            f"{last - self.max_skips + 1} to {last}). {kept}. Check the clips that they read, lower the learning rate, or start from another adapter"
+            f"{last - self.max_skips + 1} to {last}). {kept}. Check the clips that they read, lower the "
+            "learning rate, or start from another adapter"
         )
 
 

@@ -90,12 +90,14 @@ def check_settings(world: World, config: RunConfig) -> tuple[BaseSource, BaseSet
     if config.clips == "embedded":
         require(
             source.config["text_dim"] == TEXT_DIM,
-            f"--clips embedded has text of width {TEXT_DIM}, the base takes {source.config['text_dim']}: name prepared clips",
+            f"--clips embedded has text of width {TEXT_DIM}, the base takes {source.config['text_dim']}: name "
+            "prepared clips",
         )
         most = EMBEDDED_CLIPS - CLIPS_AN_EPISODE
         require(
             config.val_clips <= most,
-            f"--val-clips {config.val_clips} would hold out every one of the {EMBEDDED_CLIPS} embedded clips: at most {most}",
+            f"--val-clips {config.val_clips} would hold out every one of the {EMBEDDED_CLIPS} embedded clips: at most "
+            f"{most}",
         )
     settings.activations.check_blocks(source.config["num_layers"])
     kernel = resolve(config.attn, world.device, config.compile)
@@ -139,8 +141,8 @@ def read_inputs(
     codec, expected = clips[0].codec, load_codec().identity
     if config.base == "embedded" and codec["hash"] != expected["hash"]:
         raise UserError(
-            f"clip {clips[0].id} was made by codec {codec}, the embedded base reads {expected}: make the clips again with "
-            "`rtcwm world`, or name the base that goes with them with --base"
+            f"clip {clips[0].id} was made by codec {codec}, the embedded base reads {expected}: make the clips again "
+            "with `rtcwm world`, or name the base that goes with them with --base"
         )
     first = next((clip for clip in clips if clip.chunks >= SPAN_CHUNKS), None)
     if first is None:
@@ -227,8 +229,8 @@ def claim(
 ) -> None:
     """Compares the run's settings and identity across ranks and claims its folder. A collective; see `RunFolder.claim`.
 
-    ``engines`` are numbers of the JSON files that all ranks must share though they may change on resume. Contents of the
-    clips count too: one rank of every node hashes a sample of their bytes (`manifest.clip_hash`).
+    ``engines`` are numbers of the JSON files that all ranks must share though they may change on resume. Contents of
+    the clips count too: one rank of every node hashes a sample of their bytes (`manifest.clip_hash`).
     """
     paths = ("out", "clips", "base") + tuple(name for name in vars(config) if name.endswith(("_lora", "_config")))
     decisive = {name: value for name, value in vars(config).items() if name not in paths}

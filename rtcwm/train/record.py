@@ -104,8 +104,8 @@ def _numbers(tag: str, value: object) -> Iterator[tuple[str, float]]:
 
 
 def keep_steps(path: Path, first_step: int) -> list[dict]:
-    """Cuts a jsonl file back to rows of steps up to ``first_step`` (steps done when the checkpoint was written), drops a
-    half-written last line, and returns the rows that stay."""
+    """Cuts a jsonl file back to rows of steps up to ``first_step`` (steps done when the checkpoint was written), drops
+    a half-written last line, and returns the rows that stay."""
     kept = []
     if path.is_file():
         for line in path.read_text().splitlines():

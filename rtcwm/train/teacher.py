@@ -1,8 +1,8 @@
 """What teacher and critic look at: a window of a rollout, in the layout that the teacher was trained on.
 
-- "released": 37 latents in stock order, every row sees every row, text at the target's time. The window ends two latents
-  into a chunk, so that it covers seven whole chunks of a rollout and the beginning of an eighth. Picture 1 is the
-  window's own first latent, or the start frame.
+- "released": 37 latents in stock order, every row sees every row, text at the target's time. The window ends two
+  latents into a chunk, so that it covers seven whole chunks of a rollout and the beginning of an eighth. Picture 1 is
+  the window's own first latent, or the start frame.
 - "causal": the six chunks of a span under the student's own mask and layout, with its start frame.
 
 Teacher and critic see the same window with the same noise: the difference of their scores is the student's gradient.

@@ -105,7 +105,7 @@ class Trainer(Loop):
 
 @dataclass(frozen=True)
 class Batch:
-    """What one micro-step learns from, on the CPU: clean windows of one layout, their noise, and the levels they share."""
+    """What one micro-step learns from, on the CPU: clean windows of one layout, their noise, the levels they share."""
 
     window: Window
     noise: SpanNoise

@@ -20,7 +20,8 @@ class TrainPlan:
 
     Attributes:
         init_lora: the adapter file to start from, or None for a new one.
-        samples: (clip, first chunk of the span); held_out: clips kept from training; dropped: spans left out, by reason.
+        samples: (clip, first chunk of the span); held_out: clips kept from training; dropped: spans left out, by
+            reason.
         steps: planned optimizer steps.
     """
 
@@ -45,8 +46,8 @@ class TrainPlan:
             f"trainable parameters: {self.adapter_shape.parameters:,} (rank {self.adapter_shape.rank}, from "
             f"{self.init_lora or 'a new adapter'})",
             f"samples: {len(self.samples)} spans of {len({clip.id for clip, _ in self.samples})} clips; held out: "
-            f"{len(self.held_out)} clips ({len({clip.episode for clip in self.held_out})} episodes); dropped: {dropped} spans"
-            + (f" ({reasons})" if dropped else ""),
+            f"{len(self.held_out)} clips ({len({clip.episode for clip in self.held_out})} episodes); "
+            f"dropped: {dropped} spans" + (f" ({reasons})" if dropped else ""),
             f"steps: {steps} of {spans} spans ({steps * spans / len(self.samples):.2f} epochs)"
             + (f", planned at the start ({self.steps} would follow from --epochs now)" if steps != self.steps else "")
             + (f"; warm-up of {self.config.warmup}: the peak is not reached" if self.config.warmup > steps else ""),
