@@ -81,7 +81,8 @@ def posterior_mean(noisy: torch.Tensor, mean: float, std: float, sigma: float) -
 @pytest.mark.parametrize("sigma", [0.3, 0.7])
 def test_the_gradient_is_the_slope_of_the_divergence(sigma):
     """A student N(m, s) against a teacher N(mr, sr), both scored exactly. With x0 = (x_t + sigma^2 score) / (1 -
-    sigma), dKL/dm = (1 - sigma)^2 / sigma^2 E[x0_fake - x0_real]; the loss divides by its normaliser and by the latents."""
+    sigma), dKL/dm = (1 - sigma)^2 / sigma^2 E[x0_fake - x0_real]; the loss divides by its normaliser and by the
+    latents."""
     mean, std, real_mean, real_std = 0.8, 0.6, -0.4, 1.1
     base, noise = latents(3), latents(4)
     # Mirrored samples and noises make every linear expectation exact.

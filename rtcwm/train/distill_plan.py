@@ -65,8 +65,8 @@ class DistillPlan:
             f"{config.max_chunks} chunks, the last {config.grad_chunks} with a graph",
             f"start frames: {len(self.starts)} of {len({clip.id for clip, _ in self.starts})} clips; held out: "
             f"{len(self.held_out)} clips ({len({clip.episode for clip in self.held_out})} episodes){short}",
-            f"iterations: {config.iters} of {world.size * config.batch} rollouts, {config.critic_per_gen} critic updates "
-            "each",
+            f"iterations: {config.iters} of {world.size * config.batch} rollouts, "
+            f"{config.critic_per_gen} critic updates each",
         ]
 
     def metadata(self, role: str) -> dict[str, str]:
