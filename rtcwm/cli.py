@@ -1,16 +1,18 @@
-"""The ``rtcwm`` command: small tools around the programs that a launcher starts."""
+"""The ``rtcwm`` command: small tools around the programs that a launcher starts.
+
+A command's flags are its function's arguments, and its help is the docstring. The functions import their work when they
+run, so that help and wrong flags cost no second of PyTorch.
+"""
 
 import sys
 
 from jsonargparse import auto_cli
 
 from rtcwm import __version__
-from rtcwm.adapters.export import main_export, main_fuse
-from rtcwm.adapters.inspect import main_diff, main_show
+from rtcwm.adapters.command import main_diff, main_export, main_fuse, main_show
 from rtcwm.bench.command import BENCH
-from rtcwm.curate.check import main_check
-from rtcwm.curate.imports import main_import
-from rtcwm.data.make import main_world
+from rtcwm.curate.command import main_check, main_import
+from rtcwm.data.command import main_world
 from rtcwm.errors import UserError
 from rtcwm.evaluate.command import main_evaluate
 from rtcwm.prepare.command import main_prepare
@@ -20,21 +22,40 @@ from rtcwm.train.world_base import main_world_base
 COMMANDS = {
     "world": main_world,
     "prepare": main_prepare,
-    "clips": {"check": main_check, "import": main_import},
+    "clips": {
+        "_help": "Check clips, or make them of another trainer's cache.",
+        "check": main_check,
+        "import": main_import,
+    },
     "evaluate": main_evaluate,
     "bench": BENCH,
     "recipe": main_recipe,
     "world-base": main_world_base,
     "export": main_export,
-    "adapter": {"show": main_show, "diff": main_diff, "fuse": main_fuse},
+    "adapter": {
+        "_help": "Look at an adapter, compare two, or fuse one.",
+        "show": main_show,
+        "diff": main_diff,
+        "fuse": main_fuse,
+    },
 }
 LEADING = {
-    ("export",): ("file",), ("adapter", "show"): ("file",), ("adapter", "fuse"): ("file",),
-    ("adapter", "diff"): ("first", "second"), ("clips", "check"): ("folder",), ("clips", "import"): ("source",),
-}  # fmt: skip
+    ("clips", "check"): ("folder",),
+    ("clips", "import"): ("source",),
+    ("export",): ("file",),
+    ("adapter", "show"): ("file",),
+    ("adapter", "diff"): ("first", "second"),
+    ("adapter", "fuse"): ("file",),
+}
 """Arguments that may stand right after a command, without their flags."""
 SWITCHES = ("--flag",)
 """Flags that need no value to be on."""
+
+
+def with_underscores(word: str) -> str:
+    """A flag's name as the functions have it; flags may be written with dashes, as the programs' are."""
+    name, equals, value = word.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value if word.startswith("--") else word
 
 
 def name_leading(words: list[str]) -> list[str]:
@@ -54,18 +75,9 @@ def name_leading(words: list[str]) -> list[str]:
 
 def main() -> None:
     """Runs one subcommand; a user's error is one line and exit code 2. A command may return an exit code of its own."""
-    # Flags may be written with dashes, as the programs' are.
-    arguments = [
-        word
-        if not word.startswith("--")
-        else "--" + word[2:].partition("=")[0].replace("-", "_") + word[len(word.partition("=")[0]) :]
-        for word in sys.argv[1:]
-    ]
+    words = name_leading([with_underscores(word) for word in sys.argv[1:]])
     try:
-        description = f"rtcwm {__version__}"
-        code = auto_cli(
-            COMMANDS, args=name_leading(arguments), prog="rtcwm", description=description, as_positional=False
-        )
+        code = auto_cli(COMMANDS, args=words, prog="rtcwm", description=f"rtcwm {__version__}", as_positional=False)
     except UserError as error:
         print(f"rtcwm: error: {error}", file=sys.stderr)
         sys.exit(2)

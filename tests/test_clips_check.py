@@ -13,7 +13,8 @@ from test_clips import DAMAGES, small_clip
 from worlds import change, copy_world, edit, tensors
 
 from rtcwm.curate.check import check, measure_clip
-from rtcwm.curate.quality import Limits, measure
+from rtcwm.curate.options import Limits
+from rtcwm.curate.quality import measure
 from rtcwm.data.clips import open_clips
 from rtcwm.data.codec import load_codec
 from rtcwm.data.world import Film

@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -141,29 +140,6 @@ def write_layout(pairs: Pairs, shape: AdapterShape, metadata: Mapping[str, str],
             aside.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"--out {out} cannot be written: {error}") from error
-
-
-def main_export(file: Path, to: Literal["musubi", "comfyui", "diffusers", "peft"], out: Path) -> None:
-    """Write an adapter in another program's layout, bit for bit.
-
-    Args:
-        file: adapter in the layout of musubi, ComfyUI, diffusers or PEFT (a folder); may stand first, without --file.
-        to: layout to write. musubi is rtcwm's own.
-        out: file to write (.safetensors); a folder for peft.
-    """
-    report(out, to, export(file, to, out))
-
-
-def main_fuse(file: Path, out: Path, to: Literal["musubi", "comfyui", "diffusers", "peft"] = "musubi") -> None:
-    """Write the same adapter at one rank that holds it exactly: q, k and v that were trained apart are stacked.
-
-    Args:
-        file: adapter whose q, k and v have down projections of their own, or whose layers have different ranks; may
-            stand first, without --file.
-        out: file to write (.safetensors); a folder for peft.
-        to: layout to write.
-    """
-    report(out, to, fuse(file, to, out))
 
 
 def report(out: Path, layout: str, shape: AdapterShape) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from rtcwm.errors import UserError
 from rtcwm.model.adapter_reader import AdapterFile, open_adapter
 from rtcwm.model.layout import CHUNK_LATENTS, TEACHER_LATENTS
 from rtcwm.model.lora import SITES, AdapterShape
@@ -186,26 +185,8 @@ def _joined(values: list) -> str:
     return ", ".join(f"{value:g}" for value in values)
 
 
-def main_show(file: Path) -> None:
-    """Say what an adapter is: layout, rank, alpha, norms by layer, non-finite values, the base and window it wants.
-
-    Args:
-        file: adapter in the layout of musubi, ComfyUI, diffusers or PEFT (a folder); may stand first, without --file.
-    """
-    for line in describe(file):
-        print(line)
-
-
-def main_diff(first: Path, second: Path, limit: int = 20) -> int:
-    """Compare two adapters, whatever their layouts; exit code 1 when they differ.
-
-    Args:
-        first: an adapter; both may stand first, without --first and --second.
-        second: the other one.
-        limit: sites to print, those that differ most.
-    """
-    if limit < 0:
-        raise UserError(f"--limit {limit}: expected 0 or more sites")
+def print_differences(first: Path, second: Path, limit: int) -> bool:
+    """Says in what two adapters differ, at most `limit` sites of it; whether they do."""
     a, b = open_adapter(first), open_adapter(second)
     lines, differences = compare(first, second)
     if a.layout != b.layout:
@@ -222,4 +203,4 @@ def main_diff(first: Path, second: Path, limit: int = 20) -> int:
         print(f"... and {len(worst) - limit} more sites")
     differ = bool(lines or differences)
     print(f"{len(differences)} sites differ" if differ else "the adapters are the same")
-    return int(differ)
+    return differ

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from rtcwm.curate.quality import BY, Limits, Measures, flagged_spans, measure, reasons, statistics_faults
+from rtcwm.curate.options import Limits
+from rtcwm.curate.quality import BY, Measures, flagged_spans, measure, reasons, statistics_faults
 from rtcwm.data import manifest
 from rtcwm.data.clips import COMMON, STREAM, Clip, clip_folders, odd_clips, read_clip
 from rtcwm.data.headers import DESCRIPTION, shapes
@@ -157,38 +158,11 @@ def common_faults(root: Path, clips: list[Clip]) -> Iterator[str]:
         yield str(fault)
 
 
-def main_check(
-    folder: Path,
-    flag: bool = False,
-    dark: float = Limits.dark,
-    static: float = Limits.static,
-    cut: float = Limits.cut,
-    empty_proxy: float = Limits.empty_proxy,
-    rms_low: float = Limits.rms_low,
-    rms_high: float = Limits.rms_high,
-    mean_high: float = Limits.mean_high,
-) -> int:
-    """Check clips, one line a fault; exit code 0 without faults, 1 with, 2 for wrong usage.
-
-    Args:
-        folder: folder that holds one folder a clip; may stand first, without --folder.
-        flag: write the chunks that are dark, static, cut, without proxies or not numbers into every clip.json, with the
-            reason; training leaves them out. What others flagged stays, what this command flagged is measured anew.
-        dark: flag a chunk whose latents differ less than this from place to place.
-        static: flag a chunk whose latents differ less than this in time, over what they differ from place to place.
-        cut: flag a chunk with neighbouring latents whose cosine is below this.
-        empty_proxy: flag a chunk whose proxy's latents differ less than this from place to place.
-        rms_low: a clip whose latents' root mean square is below this is a fault.
-        rms_high: a clip whose video latents' root mean square is above this is a fault; of proxies, above twice this.
-        mean_high: a clip with a channel of the video whose mean is further from 0 than this is a fault.
-    """
-    found = check(folder, Limits(dark, static, cut, empty_proxy, rms_low, rms_high, mean_high), flag)
-    for fault in found.faults:
-        print(fault)
+def summary(found: Findings) -> str:
+    """One line on all clips."""
     flagged = ", ".join(f"{reason} {count}" for reason, count in found.flagged.most_common()) or "none"
     dropped = sum(found.dropped.values())
-    print(
+    return (
         f"{found.clips} clips, {found.chunks} chunks; faults: {len(found.faults)}; flagged chunks: {flagged}; spans of "
         f"{SPAN_CHUNKS} chunks: {found.usable} usable, {dropped} not"
     )
-    return int(bool(found.faults))

@@ -9,7 +9,6 @@ cache; without ``--codec`` they carry an identity of their own, so that they are
 """
 
 import re
-import sys
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -19,14 +18,13 @@ from torch import Tensor
 
 from rtcwm.curate.cached import Cached
 from rtcwm.curate.caches import Read, open_cache
+from rtcwm.curate.options import EPISODE
 from rtcwm.data import manifest
 from rtcwm.data.clips import Start, clip_folders, write_clip
 from rtcwm.errors import UserError
 from rtcwm.model.layout import CHUNK_LATENTS, LATENT_CHANNELS, PIXELS_PER_LATENT, SPAN_CHUNKS, TEXT_TAG, VIDEO_TAG
 from rtcwm.train.config import DistillConfig
 
-EPISODE = r"(.*clip_\d{6})_\d+"
-"""Names of published clips: windows of one episode differ in what follows."""
 SHORT_EDGE_2048 = 2048 // PIXELS_PER_LATENT
 
 
@@ -222,25 +220,3 @@ def report(found: Imported, codec: dict[str, str]) -> list[str]:
     )
     lines.append(f"codec: {codec['name']} {codec['hash']}")
     return lines
-
-
-def main_import(source: Path, out: Path, codec: str = "imported:unknown", episode: str = EPISODE) -> int:
-    """Make clips of another trainer's latent cache; exit code 0, 1 when samples were refused, 2 for wrong usage.
-
-    Args:
-        source: folder of .pt files, of parquet files (needs the extra 'import') or a .precomputed folder; or one file;
-            may stand first, without --source.
-        out: folder to write, one folder a clip; the same command finishes what a stopped one left.
-        codec: NAME:HASH of the VAE that made the cache, as clip.json of clips of yours has them; clips of another codec
-            are never mixed, so leave the default if you do not know.
-        episode: pattern over a clip's whole name whose first group is its episode.
-    """
-    name, colon, digest = codec.partition(":")
-    if not (name and colon and digest):
-        raise UserError(f"--codec {codec}: expected NAME:HASH, as clip.json of other clips of that VAE has them")
-    identity = {"name": name, "hash": digest}
-    found = import_cache(source, out, identity, episode)
-    for fault in found.refused:
-        print(fault, file=sys.stderr)
-    print("\n".join(report(found, identity)))
-    return int(bool(found.refused))

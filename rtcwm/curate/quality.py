@@ -24,37 +24,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rtcwm.errors import UserError
+from rtcwm.curate.options import Limits
 
 REASONS = ("non-finite values", "constant latents", "missing proxies", "dark", "static", "scene cut")
 """Why chunks are flagged, the gravest first."""
 BY = "rtcwm clips check"
 """Who flagged a span; what others flagged is left alone."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """From where on a chunk is flagged, and a clip's statistics are a fault.
-
-    Attributes:
-        dark: detail of the video below this; empty_proxy: detail of the proxy below this.
-        static: motion below this; cut: alike below this.
-        rms_low, rms_high: root mean square of a clip's normalised video and proxy; proxies get to twice `rms_high`.
-        mean_high: mean of any channel of the video (a proxy's few colours may lie anywhere).
-    """
-
-    dark: float = 0.08
-    static: float = 0.05
-    cut: float = 0.2
-    empty_proxy: float = 0.05
-    rms_low: float = 0.3
-    rms_high: float = 3.0
-    mean_high: float = 3.0
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not math.isfinite(value) or value < 0:
-                raise UserError(f"--{name} {value}: expected a number of 0 or more")
 
 
 @dataclass(frozen=True)
