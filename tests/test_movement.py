@@ -189,7 +189,7 @@ def traffic(world, files: Path, base_settings: BaseSettings) -> dict:
     carrier = watched.base.carrier
     return {
         "blocks": [bytes / watched.block_bytes for bytes in spent],
-        "buffers": None if carrier is None else carrier.buffer_bytes / watched.block_bytes,
+        "buffers": None if carrier is None else len(carrier._buffers) * carrier._size / watched.block_bytes,
     }
 
 

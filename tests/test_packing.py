@@ -106,21 +106,6 @@ def test_stream_layout_is_the_stated_permutation(case, chunks):
     assert stream.chunk.tolist() == [-1] * static + [k for k in range(chunks) for _ in range(proxy + target)]
 
 
-def test_leading_chunks_keep_their_rows_and_positions():
-    case = {key: value for key, value in CASES[5].items() if key != "latents"}
-    whole = stream_layout(chunks=6, **case)
-    for chunks in (1, 4, 6):
-        part = whole.leading(chunks)
-        assert part.rows == whole.static + chunks * (whole.proxy_chunk + whole.target_chunk)
-        assert part.chunks == chunks and part.latents == 5 * chunks
-        assert torch.equal(part.position_ids, whole.position_ids[: part.rows])
-        rows = torch.cat([part.text_rows, part.audio_rows, part.video_rows]).sort().values
-        assert torch.equal(rows, torch.arange(part.rows))
-    assert whole.leading(4) is whole.leading(4)
-    with pytest.raises(ValueError, match=r"leading\(7\)"):
-        whole.leading(7)
-
-
 def test_layouts_are_cached():
     case = CASES[0]
     tensor_tags = {**case, "text_tags": torch.tensor(case["text_tags"])}

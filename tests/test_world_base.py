@@ -202,7 +202,7 @@ def test_the_adapter_loads_and_says_what_it_was_trained_on(whole):
     path = whole / "released.safetensors"
     shape = preflight.check_adapter(str(path), source, codec=load_codec().identity["hash"], objective="released")
     assert shape.rank == 4
-    adapter = load_adapter(path, source.config, rank=4)
+    adapter = load_adapter(path, source.config)
     state = torch.load(whole / "adapter" / "state.pt", weights_only=True)
     for name, weight in adapter.named_parameters():
         assert torch.equal(weight, state["average"][name].bfloat16().float())

@@ -180,13 +180,3 @@ def nearest(levels: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """For each of the 256 values of a channel, the index of the level nearest to it and the distance, uint8 `[256]`."""
     distance = np.abs(np.arange(256)[:, None] - np.array(levels))
     return distance.argmin(axis=1).astype(np.uint8), distance.min(axis=1).astype(np.uint8)
-
-
-def decode_depth(picture: np.ndarray) -> np.ndarray:
-    """Metres of a DUV picture, float32 `[...]`; 0 where red is 0 (no surface, or 256 m and farther).
-
-    One step of the 8-bit code is a factor of `exp(LOG_RANGE / 255)` = 1.027 in depth.
-    """
-    red = picture[..., 0]
-    metres = np.exp(math.log(FAR_METRES) - red / 255.0 * LOG_RANGE)
-    return np.where(red > 0, metres, 0.0).astype(np.float32)

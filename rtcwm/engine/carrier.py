@@ -103,11 +103,6 @@ class Carrier:
             param.all_gather_coalesced = partial(self._gather, param.all_gather_coalesced)
             param.partition = partial(self._release, param, param.partition)
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Device memory of all buffers."""
-        return len(self._buffers) * self._size
-
     def ahead(self, *blocks: nn.Module | None) -> None:
         """To be called when a block runs or is about to: starts to fetch, where that was not done, the blocks that are
         needed next, in this order (None: no block)."""

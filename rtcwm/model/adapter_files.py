@@ -68,21 +68,18 @@ def file_shape(path: Path, config: Mapping) -> AdapterShape:
     return AdapterFile(path).shape(config)
 
 
-def load_adapter(path: Path, config: Mapping, rank: int | None = None) -> Adapter:
+def load_adapter(path: Path, config: Mapping) -> Adapter:
     """Reads an adapter for a base of this config into fp32.
 
     Args:
-        path: a safetensors file in any layout that is read, or a PEFT folder; config: of the base; rank: what the run
-            expects, or None for the file's own.
+        path: a safetensors file in any layout that is read, or a PEFT folder; config: of the base.
 
     Raises:
-        UserError: as `AdapterFile.shape` and `AdapterFile.check_values`, or a rank that is not the expected one.
+        UserError: as `AdapterFile.shape` and `AdapterFile.check_values`.
     """
     file = open_adapter(path)
     shape = file.shape(config)
     file.check_values()
-    if rank is not None and shape.rank != rank:
-        raise UserError(f"{path} has rank {shape.rank}, the run has rank {rank}; set --rank {shape.rank}")
     adapter = Adapter(shape)
     with torch.no_grad():
         for index, block in enumerate(adapter.blocks):

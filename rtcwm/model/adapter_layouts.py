@@ -31,8 +31,6 @@ ORIGINAL = dict(zip(SITES, ("attn.qkv_proj", "attn.out_proj", "mlp.fc1", "mlp.fc
 DIFFUSERS = dict(zip(SITES, ("attn.to_qkv", "attn.to_out.0", "ff.net.0.proj", "ff.net.2"), strict=True))
 SHARES = ("attn.to_q", "attn.to_k", "attn.to_v")
 PEFT_PREFIX = "base_model.model."
-PARTITIONS = ("transformer_ref.", "transformer.")
-"""Component names that diffusers puts before an adapter of the release's two models; the first is this base's."""
 RELEASED_HEAD = 128
 """Width of an attention head of the release."""
 

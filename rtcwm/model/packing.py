@@ -100,33 +100,11 @@ class Layout:
             device = torch.device("cuda", torch.cuda.current_device())
         return self if device == self.device else _moved(self, device)
 
-    def leading(self, chunks: int) -> "Layout":
-        """The static rows and the first `chunks` chunks of a stream layout, at their positions in the whole one.
-
-        A rollout starts so: one chunk of a six-chunk span, in its trained slot. Raises ValueError for a stock layout or
-        a count outside 1..self.chunks.
-        """
-        if not self.stream or not 1 <= chunks <= self.chunks:
-            raise ValueError(f"leading({chunks}) needs a stream layout of at least that many chunks, has {self.chunks}")
-        return self if chunks == self.chunks else _leading(self, chunks)
-
 
 @lru_cache(maxsize=64)
 def _moved(layout: Layout, device: torch.device) -> Layout:
     tensors = {f.name: value.to(device) for f in fields(layout) if isinstance(value := getattr(layout, f.name), Tensor)}
     return replace(layout, **tensors)
-
-
-@lru_cache(maxsize=64)
-def _leading(layout: Layout, chunks: int) -> Layout:
-    rows = layout.static + chunks * (layout.proxy_chunk + layout.target_chunk)
-    changed: dict = {"latents": chunks * CHUNK_LATENTS}
-    for name in ("position_ids", "tags", "part", "chunk", "time_slot"):
-        changed[name] = getattr(layout, name)[:rows]
-    for name in ("proxy_rows", "target_rows"):
-        changed[name] = getattr(layout, name)[: chunks * getattr(layout, name.replace("rows", "chunk"))]
-    changed["video_rows"] = torch.cat([layout.picture_rows, changed["proxy_rows"], changed["target_rows"]])
-    return replace(layout, **changed)
 
 
 def stock_layout(

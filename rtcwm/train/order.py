@@ -50,11 +50,6 @@ class EpochSampler:
         """Epoch of the next visit."""
         return self.cursor // self.samples
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps of a whole epoch on this number of ranks."""
-        return -(-self.samples // self.ranks)
-
     def next(self, rank: int) -> Visit:
         """The visit of `rank` in this step; moves on to the next step."""
         epoch, taken = divmod(self.cursor, self.samples)
