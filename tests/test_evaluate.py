@@ -28,7 +28,7 @@ from rtcwm.evaluate.command import Settings
 from rtcwm.evaluate.evaluate import decoder, evaluate, prepare, stream_all
 from rtcwm.evaluate.measures import MEASURES, compare
 from rtcwm.evaluate.models import read_model
-from rtcwm.evaluate.streams import Maker, clip_noise, conditions, teacher_window
+from rtcwm.evaluate.streams import Maker, teacher_window
 from rtcwm.model.adapter_files import save_adapter
 from rtcwm.model.attention import install
 from rtcwm.model.kernels import resolve
@@ -38,6 +38,7 @@ from rtcwm.model.objectives import clean_from_velocity
 from rtcwm.model.packing import patchify
 from rtcwm.model.sampler import SamplerConfig, Stream, rollout
 from rtcwm.model.schedule import euler
+from rtcwm.train.inference import clip_noise, conditions
 from rtcwm.train.span import SpanNoise
 from rtcwm.train.teacher import Teacher
 
@@ -313,9 +314,9 @@ def test_streams_are_rollouts(maker, source, truth, text):
     )
     if model.kind == "many":  # a history level that no schedule has
         object.__setattr__(config, "history_level", lambda chunk: torch.tensor(0.3 if chunk else 0.0))
-    run = maker._run(adapter)
+    run = maker.slot.runner(adapter)
     with torch.no_grad():
-        given = conditions(window, truth)
+        given = conditions(window, truth.root)
         expected = rollout(
             maker.model, maker.kernel, given, window.proxy, config, clip_noise(0, [clip.id]), [1] * 8, run=run
         )
@@ -353,9 +354,9 @@ def test_the_teachers_window(maker, source, truth):
             # a window of zeros under noise state / sigma is the state itself at that level
             empty = replace(window, video=torch.zeros_like(state))
             noised = SpanNoise(state / sigma, of_proxy, of_picture)
-            velocity = teacher.velocity(empty, noised, sigma.item(), maker._run(adapter))
+            velocity = teacher.velocity(empty, noised, sigma.item(), maker.slot.runner(adapter))
             state = euler(state, clean_from_velocity(state, velocity, sigma), sigma, following)
-        close(teacher_window(maker.model, window, model, draw, maker._run(adapter)), state)
+        close(teacher_window(maker.model, window, model, draw, maker.slot.runner(adapter)), state)
     close(found[2:3], state[:, :, :35])
 
 

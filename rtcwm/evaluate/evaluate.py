@@ -29,6 +29,7 @@ from rtcwm.model.kernels import Kernel, resolve
 from rtcwm.model.layout import CHUNK_LATENTS, CLIP_FRAMES, FPS
 from rtcwm.model.loading import BaseSource, build_base, open_base
 from rtcwm.model.lora import inject
+from rtcwm.train.inference import chosen_device, dtype_of
 
 CODEC_ROW = "codec"
 REFERENCE = "frames decoded from the clip's own latents, 8 bits a value"
@@ -82,10 +83,7 @@ def prepare(settings: Settings) -> Plan:
             raise missing({"PIL": "pillow"}.get(package, package), error) from error
     if settings.batch is not None and settings.batch < 1:
         raise UserError(f"--batch {settings.batch}: expected at least 1")
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no GPU here; take --device cpu or a build of torch for CUDA")
-    cuda = settings.device != "cpu" and torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
+    device = chosen_device(settings.device)
     run = Run.read(settings.run) if settings.run else None
     if run is None and settings.clips is None:
         raise UserError("no clips: give a folder with --clips, or a run's folder with --run for the clips it held out")
@@ -125,7 +123,7 @@ def evaluate(settings: Settings) -> dict:
         "chunks": plan.truth.chunks,
         "seed": settings.seed,
         "device": torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "cpu",
-        "dtype": str(dtype(plan.device)).removeprefix("torch."),
+        "dtype": str(dtype_of(plan.device)).removeprefix("torch."),
         "truth": REFERENCE,
         "measures": report.measures(),
         "models": rows,
@@ -140,14 +138,9 @@ def evaluate(settings: Settings) -> dict:
     return json.loads(json.dumps(report.plain(result)))
 
 
-def dtype(device: torch.device) -> torch.dtype:
-    """What the base computes in, as in training: float32 on the CPU, else bfloat16."""
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
-
-
 def stream_all(plan: Plan) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Latents [clips, 24, 5 n, h, w] by model, and the seconds that each took."""
-    base = build_base(plan.source, plan.device, dtype(plan.device))
+    base = build_base(plan.source, plan.device, dtype_of(plan.device))
     install(base, plan.kernel)
     slot = inject(base)
     made, seconds = {}, {}

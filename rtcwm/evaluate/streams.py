@@ -1,46 +1,30 @@
-"""Latents of one model for all clips: windows of a teacher, streams of a student.
+"""Latents of one model for all clips: windows of a teacher, streams of a student."""
 
-Noise is named by clip, chunk, kind and step, so every model starts a chunk of a clip from the same noise, a clip's
-streams do not depend on which clips share its batch, and longer streams begin like shorter ones.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from diffusers import MiniMaxH3Transformer3DModel
-from torch import Tensor, nn
+from torch import Tensor
 
-from rtcwm.engine.streams import Streams
 from rtcwm.evaluate.clips import Truth
 from rtcwm.evaluate.models import Model
 from rtcwm.model.attention import Kernel
 from rtcwm.model.blocks import Run, predict_velocity
 from rtcwm.model.cache import rollout_memory
-from rtcwm.model.layout import CHUNK_LATENTS, REFERENCE_TIME, SPAN_CHUNKS, TEACHER_LATENTS, audio_latents, frames_of
+from rtcwm.model.layout import CHUNK_LATENTS, REFERENCE_TIME, SPAN_CHUNKS, TEACHER_LATENTS
 from rtcwm.model.lora import Adapter, Slot
 from rtcwm.model.objectives import add_noise, clean_from_velocity, model_time
 from rtcwm.model.packing import Window
-from rtcwm.model.sampler import Conditions, Noise, Stream
+from rtcwm.model.sampler import Noise, Stream
 from rtcwm.model.schedule import euler
-from rtcwm.train.dataset import silence
+from rtcwm.train.inference import clip_noise, conditions
 
 TEACHER_CHUNKS = TEACHER_LATENTS // CHUNK_LATENTS
 """Whole chunks of a teacher's window; its last two latents begin another."""
 
 MOST_CLIPS, MOST_CACHE = 16, 8 * 2**30
 """Clips of a batch, and bytes that their keys and values may take, where no batch size is given."""
-
-
-def clip_noise(seed: int, ids: Sequence[str]) -> Noise:
-    """Noise for a batch of clips: the sampler's kinds, by clip, chunk and step. Drawn on the CPU."""
-    streams = Streams(seed)
-
-    def noise(kind: str, chunk: int, step: int, shape: tuple[int, ...]) -> Tensor:
-        generators = (streams.own(f"evaluate/{kind}/{step}/{clip_id}", chunk) for clip_id in ids)
-        return torch.stack([torch.randn(shape[1:], generator=generator) for generator in generators])
-
-    return noise
 
 
 @dataclass
@@ -74,17 +58,17 @@ class Maker:
             window = window.to(self.device)
             if teacher:
                 chunks = min(TEACHER_CHUNKS, self.truth.chunks)
-                video = teacher_window(self.model, window, model, noise, self._run(adapter))[
+                video = teacher_window(self.model, window, model, noise, self.slot.runner(adapter))[
                     :, :, : chunks * CHUNK_LATENTS
                 ]
                 self.progress(len(members) * chunks)
             else:
-                video = self._stream(window, model, noise, self._run(adapter))
+                video = self._stream(window, model, noise, self.slot.runner(adapter))
             made |= dict(zip(members, video.cpu(), strict=True))
         return torch.stack([made[index] for index in range(len(self.truth.clips))])
 
     def _stream(self, window: Window, model: Model, noise: Noise, run: Run) -> Tensor:
-        stream = Stream(self.model, self.kernel, conditions(window, self.truth), model.sampling, noise, run)
+        stream = Stream(self.model, self.kernel, conditions(window, self.truth.root), model.sampling, noise, run)
         chunks = []
         for proxy, true in zip(window.proxy.split(CHUNK_LATENTS, dim=2), window.video.split(CHUNK_LATENTS, dim=2)):
             chunks.append(stream.next_chunk(proxy))
@@ -93,24 +77,10 @@ class Maker:
             self.progress(len(window.text))
         return torch.cat(chunks, dim=2)
 
-    def _run(self, adapter: Adapter | None) -> Run:
-        def run(block: nn.Module, hidden: Tensor, *rest: object) -> Tensor:
-            with self.slot.bind(adapter):
-                return block(hidden, *rest)
-
-        return run
-
     def _fitting(self) -> int:
         window = self.truth.window(self.truth.clips[0], CHUNK_LATENTS)
         one = rollout_memory(self.model, window.layout(stream=True), SPAN_CHUNKS + 1, (), kv_reuse=True).peak
         return max(1, min(MOST_CLIPS, MOST_CACHE // one))
-
-
-def conditions(window: Window, truth: Truth) -> Conditions:
-    """What a stream of a batch of clips starts from: the window's requests, and silence as long as a span."""
-    audio = silence(truth.root, audio_latents(frames_of(SPAN_CHUNKS * CHUNK_LATENTS))).to(window.text.device)
-    audio = audio.expand(len(window.text), -1, -1)
-    return Conditions(window.picture1, window.text, window.text_tags, audio, window.geometry)
 
 
 def teacher_window(model: MiniMaxH3Transformer3DModel, window: Window, row: Model, noise: Noise, run: Run) -> Tensor:

@@ -15,12 +15,17 @@ pass. The graph of a layer is two nodes: one saves what the backward pass needs,
 the gradient; the other computes. A recompute of a block ends where its last tensor is saved, and so never repeats the
 base's product of the last layer, which nothing in the block needs. A frozen weight is kept as the parameter itself:
 under ZeRO-3 its values come and go with its block, and a tensor made of it would keep them gathered.
+
+Without a graph several adapters may be bound at once: the batch is cut into as many equal parts, in their order, and
+each part gets the low-rank term of its own adapter under one product with the base's weight (`Joint`). Two models then
+score a sample in one pass over the base, with one fetch of its weights.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -106,20 +111,34 @@ class Adapter(nn.Module):
             yield from (block[site] for site in SITES)
 
 
+Active = Adapter | None | tuple[Adapter | None, ...]
+
+
 class Slot:
-    """Names the adapter that the hooks of one base read; None leaves the base as released."""
+    """Names the adapter that the hooks of one base read; None leaves the base as released, and several have an equal
+    part of the batch each, in their order."""
 
     def __init__(self):
-        self.active: Adapter | None = None
+        self.active: Active = None
 
     @contextmanager
-    def bind(self, adapter: Adapter | None):
-        """Makes an adapter the active one, and puts the former one back, also after an exception."""
-        former, self.active = self.active, adapter
+    def bind(self, *adapters: Adapter | None):
+        """Makes an adapter (or one for each part of the batch, without a graph) the active one, and puts the former one
+        back, also after an exception."""
+        former, self.active = self.active, adapters[0] if len(adapters) == 1 else adapters
         try:
             yield
         finally:
             self.active = former
+
+    def runner(self, adapter: Adapter | None) -> Callable[..., Tensor]:
+        """A function ``run(block, hidden, *rest) -> hidden`` that runs a block with this adapter and nothing around it."""
+
+        def run(block: nn.Module, hidden: Tensor, *rest: object) -> Tensor:
+            with self.bind(adapter):
+                return block(hidden, *rest)
+
+        return run
 
 
 def adapted_layers(block: nn.Module) -> dict[str, nn.Linear]:
@@ -138,6 +157,34 @@ class Layer(NamedTuple):
     down: Tensor | None = None
     up: Tensor | None = None
     scale: float = 1.0
+
+
+class Joint(NamedTuple):
+    """Layers of one weight, each with an adapter of its own (or none), for equal parts of the rows in their order."""
+
+    layers: tuple[Layer, ...]
+
+    @property
+    def weight(self) -> Tensor:
+        return self.layers[0].weight
+
+    def product(self, x: Tensor) -> Tensor:
+        """The output of rows ``[n, in]``: the low-rank terms part by part, then the base's product of all rows at once.
+        No graph."""
+        out = x.new_empty(x.shape[0], self.weight.shape[0])
+        for part, sums, layer in zip(self.cut(x), self.cut(out), self.layers, strict=True):
+            low = low_rank(part, layer)
+            if low is None:
+                sums.zero_()
+            else:
+                torch.mm(low, layer.up.detach().to(x.dtype).t(), out=sums)
+        return out.addmm_(x, self.weight.t())
+
+    def cut(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """The parts of rows ``[n, width]``. Raises ValueError where they cannot be equal."""
+        if rows.shape[0] % len(self.layers):
+            raise ValueError(f"{rows.shape[0]} rows in {len(self.layers)} equal parts, one for each adapter")
+        return rows.split(rows.shape[0] // len(self.layers))
 
 
 def low_rank(x: Tensor, layer: Layer) -> Tensor | None:
@@ -224,14 +271,18 @@ class Pending(NamedTuple):
     compute: Callable[[], Tensor]
 
 
-def pending(x: Tensor, layer: Layer) -> Pending:
+def pending(x: Tensor, layer: Layer | Joint) -> Pending:
     """The layer's output for rows ``[n, in]``, with gradients of x and of the adapter.
 
-    Raises RuntimeError where the base's weight wants a gradient: it gets none here.
+    Raises RuntimeError where the base's weight wants a gradient, which it gets none of here, or where a graph is wanted
+    of several adapters.
     """
     if layer.weight.requires_grad:
         raise RuntimeError("the base's weights are frozen under an adapter, and this one asks for a gradient")
     rows = x.detach()
+    if isinstance(layer, Joint):
+        without_graph()
+        return Pending(None, partial(layer.product, rows))
     low = low_rank(rows, layer)
 
     def compute() -> Tensor:
@@ -240,7 +291,13 @@ def pending(x: Tensor, layer: Layer) -> Pending:
     return Pending(_Kept.apply(x, low, *layer) if torch.is_grad_enabled() else None, compute)
 
 
-def adapted(x: Tensor, layer: Layer) -> Tensor:
+def without_graph() -> None:
+    """Raises RuntimeError where a graph is being built under several adapters."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("several adapters are bound, which have no gradient together: run under torch.no_grad()")
+
+
+def adapted(x: Tensor, layer: Layer | Joint) -> Tensor:
     """The layer's output ``[..., out]`` for x ``[..., in]``; see `pending`."""
     token, compute = pending(x.flatten(0, -2), layer)
     out = compute() if token is None else Later.apply(compute, token)
@@ -253,19 +310,22 @@ class Site:
     def __init__(self, slot: Slot, linear: nn.Linear, index: int, site: str):
         self.slot, self.linear, self.index, self.site = slot, linear, index, site
 
-    def layer(self) -> Layer:
-        """The layer with the adapter that is active now; to be asked inside of the block's forward."""
-        adapter, weight = self.slot.active, self.linear.weight
+    def layer(self) -> Layer | Joint:
+        """The layer with what is active now; to be asked inside of the block's forward."""
+        active = self.slot.active
+        return Joint(tuple(map(self._with, active))) if isinstance(active, tuple) else self._with(active)
+
+    def _with(self, adapter: Adapter | None) -> Layer:
         if adapter is None:
-            return Layer(weight)
+            return Layer(self.linear.weight)
         pair = adapter.blocks[self.index][self.site]
-        return Layer(weight, pair.down, pair.up, adapter.scale)
+        return Layer(self.linear.weight, pair.down, pair.up, adapter.scale)
 
     def __call__(self, x: Tensor) -> Tensor:
         return adapted(x, self.layer())
 
 
-def layer_of(linear: nn.Linear) -> Layer:
+def layer_of(linear: nn.Linear) -> Layer | Joint:
     """What a linear layer computes with at this moment, whether it was injected or not."""
     return linear.forward.layer() if isinstance(linear.forward, Site) else Layer(linear.weight)
 
