@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rtcwm.errors import UserError
-from rtcwm.model.layout import CHUNK_LATENTS, CLIP_FRAMES, LATENT_CHANNELS, PIXELS_PER_LATENT, frames_of
+from rtcwm.model.layout import CHUNK_LATENTS, CLIP_FRAMES, LATENT_CHANNELS, PIXELS_PER_LATENT
 from rtcwm.prepare.extra import missing
 from rtcwm.prepare.weights import weight_files
 
@@ -101,15 +101,27 @@ class VideoCodec:
 
     @torch.inference_mode()
     def decode(self, latents: Tensor) -> np.ndarray:
-        """Frames of one chunk: `[24, 5 or 7, h, w]` -> uint8 `[17, 16h, 16w, 3]`.
+        """Frames of one chunk alone: `[24, 5 or 7, h, w]` -> uint8 `[17, 16h, 16w, 3]`; see :meth:`decode_pixels`."""
+        return self.frames(self.decode_pixels(latents)[:, :, :CLIP_FRAMES])
 
-        A chunk is decoded from its five latents and two of the next one; without those (the last chunk of a clip) the
-        class repeats the last latent.
+    @torch.inference_mode()
+    def decode_pixels(self, latents: Tensor) -> Tensor:
+        """What the class makes of latents `[24, L, h, w]` on the CPU: `[1, 3, n, 16h, 16w]` on the device, as it counts
+        pixels.
+
+        A chunk is decoded from its five latents and two of the next one; of seven, the frames after the 17th are the
+        next chunk's first five as this one foresees them. Without the two (the last chunk of a clip) the class repeats
+        the last latent.
         """
         wanted = (self.mean + self.std * latents.float())[None].to(self.device)
-        decoded = self.vae.decode(wanted, return_dict=False)[0][0].float().cpu()[:, : frames_of(CHUNK_LATENTS)]
-        mean, std = (torch.tensor(values).view(3, 1, 1, 1) for values in (PIXEL_MEAN, PIXEL_STD))
-        return ((decoded * std + mean).clamp(0, 1) * 255).round().byte().permute(1, 2, 3, 0).numpy()
+        return self.vae.decode(wanted, return_dict=False)[0]
+
+    @staticmethod
+    def frames(pixels: Tensor) -> np.ndarray:
+        """Pixels as the class counts them, `[1, 3, n, H, W]`, as uint8 `[n, H, W, 3]` on the CPU."""
+        mean, std = (torch.tensor(values, device=pixels.device).view(3, 1, 1, 1) for values in (PIXEL_MEAN, PIXEL_STD))
+        shown = ((pixels[0].float() * std + mean).clamp(0, 1) * 255).round().byte()
+        return shown.permute(1, 2, 3, 0).cpu().numpy()
 
     def _pixels(self, frames: np.ndarray) -> Tensor:
         """ImageNet-normalised `[1, 3, n, H, W]` on the device."""

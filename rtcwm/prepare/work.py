@@ -35,8 +35,9 @@ FAR_FROM_FRAME_DB = 20.0
 class Encoders:
     """The loaded models of one process."""
 
-    def __init__(self, models: Models, settings: Settings, device: torch.device):
-        self.codec = VideoCodec(models.vae, device, settings.tf32)
+    def __init__(self, models: Models, settings: Settings, device: torch.device, decoder: bool = False):
+        """`decoder`: keep the VAE's as well."""
+        self.codec = VideoCodec(models.vae, device, settings.tf32, decoder)
         self.text = TextEncoder(
             models.text_encoder, models.tokenizer, models.processor, settings.text_layer, device,
             getattr(torch, settings.text_dtype), settings.system_prompt,
@@ -182,13 +183,7 @@ def encode_start(encoders: Encoders, picture: np.ndarray, size: tuple[int, int],
 
 def read_anchor(path: Path, frame: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
     """The anchor picture, uint8 `[H, W, 3]`, which stands for frame 0 as Picture 1; a note where it looks unlike it."""
-    try:
-        with Image.open(path) as picture:
-            anchor = np.asarray(picture.convert("RGB"))
-    except (OSError, SyntaxError) as fault:
-        raise UserError(
-            f"{path} cannot be read as a picture ({fault}): mend it, or remove it to use frame 0"
-        ) from fault
+    anchor = read_picture(path, "mend it, or remove it to use frame 0")
     notes = []
     if anchor.shape != frame.shape:
         notes.append(f"anchor scaled from {anchor.shape[1]}x{anchor.shape[0]}")
@@ -196,6 +191,15 @@ def read_anchor(path: Path, frame: np.ndarray) -> tuple[np.ndarray, tuple[str, .
     if decibels < FAR_FROM_FRAME_DB:
         notes.append(f"the anchor is unlike frame 0 (PSNR {decibels:.1f} dB)")
     return anchor, tuple(notes)
+
+
+def read_picture(path: Path, advice: str) -> np.ndarray:
+    """A picture file as uint8 RGB `[H, W, 3]`; UserError with this advice where it is none."""
+    try:
+        with Image.open(path) as picture:
+            return np.asarray(picture.convert("RGB"))
+    except (OSError, SyntaxError) as fault:
+        raise UserError(f"{path} cannot be read as a picture ({fault}): {advice}") from fault
 
 
 def read_report(path: Path) -> dict:

@@ -15,16 +15,20 @@ LARGE_BASE = SEEDED_ON_HOST
 """Bases of more parameters than this take a table by default; smaller ones gain nothing that counts."""
 
 
+def takes_table(adaln: str, source: BaseSource) -> bool:
+    """Whether ``--adaln`` means a table for this base."""
+    return adaln == "table" or adaln == "auto" and parameter_count(source.config) > LARGE_BASE
+
+
 def level_grid(config: RunConfig, source: BaseSource) -> int | None:
     """Steps of the grid on which a run draws its noise levels; None where AdaLN is computed live, at any level."""
-    large = config.adaln == "auto" and parameter_count(source.config) > LARGE_BASE
-    return config.adaln_times if config.adaln == "table" or large else None
+    return config.adaln_times if takes_table(config.adaln, source) else None
 
 
-def table_folder(config: RunConfig) -> Path:
+def table_folder(adaln_dir: str | None) -> Path:
     """Where tables are kept: ``--adaln-dir``, or the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(config.adaln_dir) if config.adaln_dir else Path(cache) / "rtcwm"
+    return Path(adaln_dir) if adaln_dir else Path(cache) / "rtcwm"
 
 
 def open_table(
@@ -41,7 +45,7 @@ def open_table(
     """
     if grid is None:
         return None
-    folder = table_folder(config)
+    folder = table_folder(config.adaln_dir)
     dtype = torch.float32 if world.device.type == "cpu" else torch.bfloat16
     times = grid_times(grid, model_time(levels).tolist())
     size = table_bytes(source.config, len(times), dtype)
