@@ -112,7 +112,7 @@ class DistillBench(TwoSides):
         warmup: iterations before them.
         chunks: length of every rollout.
         denoise_steps: steps of the student's schedule.
-        stops: step at which a chunk of a rollout stops: a random one, or always the last.
+        stops: step at which a chunk of a rollout stops: a random one, always the last, or late (half of them at the last).
         grad_chunks: last chunks that keep a graph.
         critic_per_gen: critic updates an iteration.
         teacher_kind: released (37 latents in both directions) or causal (a span).
@@ -124,7 +124,7 @@ class DistillBench(TwoSides):
     warmup: int = 1
     chunks: int = 14
     denoise_steps: int = 4
-    stops: Literal["random", "last"] = "random"
+    stops: Literal["random", "late", "last"] = "random"
     grad_chunks: int = 4
     critic_per_gen: int = 7
     teacher_kind: Literal["released", "causal"] = "released"

@@ -5,6 +5,7 @@ Our side is `rtcwm.train.distill.Distiller` with its plan and engines. The obvio
 """
 
 from abc import abstractmethod
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,8 +27,9 @@ from rtcwm.model.matching import score_level
 from rtcwm.model.packing import Window, stock_layout
 from rtcwm.train.config import DistillConfig
 from rtcwm.train.dataset import EpochSampler, load_window
-from rtcwm.train.distill import Distiller, Draws, Timed
+from rtcwm.train.distill import Distiller, Timed
 from rtcwm.train.distill_plan import DistillPlan, prepare
+from rtcwm.train.draws import Draws
 from rtcwm.train.order import Visit
 from rtcwm.train.span import SpanNoise, batch_noise, stack
 from rtcwm.train.teacher import Rolled, Teacher, window_chunks
@@ -80,8 +82,12 @@ def measured(world: World, settings: DistillBench, case: Case, plan: DistillPlan
     result = report.opening("distill", settings, case.as_dict() | told, world)
     result["ceilings"] = measure.ceilings(world.device)
     world.print(f"{report.versions_line(result['machine'])}\n{case.line()}")
-    needed = works(settings, case, plan.config, NOTHING)
-    repeated = {"plain": WHOLE_BLOCKS, "ours": case.sizes.repeated(plan.inputs.base_settings.activations)}
+    needed = works(settings, case, plan.config, NOTHING, NOTHING)
+    activations = plan.inputs.base_settings.activations
+    repeated = {"plain": WHOLE_BLOCKS, "ours": case.sizes.repeated(activations)}
+    graphs = dict(repeated)
+    if activations.policy == "save_attention":  # which a rollout's graphs do not
+        graphs["ours"] = case.sizes.repeated(replace(activations, policy="recompute"))
     given = no_grad_stream(settings, plan, world.device)
     starts = {
         "plain": lambda: PlainDistilling(world, case, plan, given),
@@ -89,7 +95,7 @@ def measured(world: World, settings: DistillBench, case: Case, plan: DistillPlan
     }
     even = settings.stops == "last"
     plans = {
-        name: Plan(start, needed, works(settings, case, plan.config, repeated[name]), even)
+        name: Plan(start, needed, works(settings, case, plan.config, repeated[name], graphs[name]), even)
         for name, start in starts.items()
     }
     result["sides"] = run_both(world, settings, plans, result["ceilings"])
@@ -119,15 +125,18 @@ def window_size(case: Case, config: DistillConfig) -> tuple[int, int]:
     return rows, rows * rows
 
 
-def works(settings: DistillBench, case: Case, config: DistillConfig, repeated: Repeated) -> dict[str, Work]:
-    """Work of an iteration by part, the mean of the timed ones: they stop at other steps."""
+def works(
+    settings: DistillBench, case: Case, config: DistillConfig, repeated: Repeated, of_graphs: Repeated
+) -> dict[str, Work]:
+    """Work of an iteration by part, the mean of the timed ones: they stop at other steps. ``repeated`` by the critic's
+    backward passes, ``of_graphs`` by the student's."""
     rows, pairs = window_size(case, config)
     streams, sizes = Streams(config.seed), case.sizes
     forward, backward = Work(), Work()
     for iteration in range(settings.warmup, settings.warmup + settings.steps):
         draws = Draws.of(config, streams, iteration)
         graphs = range(draws.chunks - config.grad_chunks, draws.chunks)
-        once = rollout_work(sizes, case.layout, draws.stops, graphs, config.mask_rule, repeated)
+        once = rollout_work(sizes, case.layout, draws.stops, graphs, config.mask_rule, of_graphs)
         forward, backward = forward + once[0], backward + once[1]
     share = settings.batch / settings.steps
     return {

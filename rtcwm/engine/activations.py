@@ -202,33 +202,39 @@ class Activations:
         if self.carrier is not None:
             self.carrier.close()
 
-    def runner(self, adapter: Adapter | None) -> Callable[..., torch.Tensor]:
-        """A function ``run(block, hidden, *rest) -> hidden`` that runs a block with this adapter.
+    def runner(self, *adapters: Adapter | None, save_attention: bool = True) -> Callable[..., torch.Tensor]:
+        """A function ``run(block, hidden, *rest) -> hidden`` that runs a block with this adapter, or without a graph with
+        several, each on an equal part of the batch.
 
         hidden is ``[B, rows, width]``. ``rest`` is shared by all blocks, needs no gradient and stays on the device.
+
+        Args:
+            save_attention: False to compute attention again although the policy is "save_attention": for graphs that
+                live long and have little attention.
         """
+        saves = save_attention and self.settings.policy == "save_attention"
 
         def run(block: nn.Module, hidden: torch.Tensor, *rest: object) -> torch.Tensor:
             if self.carrier is not None:
                 self.carrier.ahead(block, self.carrier.following(block))
             if not torch.is_grad_enabled():
-                with self.slot.bind(adapter):
+                with self.slot.bind(*adapters):
                     return block(hidden, *rest)
             previous = self._kept_before(hidden)
             if not hidden.requires_grad:
                 # ZeRO-3 releases a block's weights in the backward pass by a hook on an input with a gradient.
                 hidden = hidden.detach().requires_grad_()
             if self.settings.policy == "none" or block in self._whole:
-                with self.slot.bind(adapter):
+                with self.slot.bind(*adapters):
                     return block(hidden, *rest)
             kept = BlockInput(block, hidden, previous, self.copies)
-            outputs = KeptOutputs() if self.settings.policy == "save_attention" else None
+            outputs = KeptOutputs() if saves else None
 
             def forward() -> torch.Tensor:
                 hidden = kept()
                 if kept.is_settled:
                     self._look_ahead(kept)
-                with self.slot.bind(adapter), outputs.bind() if outputs else nullcontext():
+                with self.slot.bind(*adapters), outputs.bind() if outputs else nullcontext():
                     return block(hidden, *rest)
 
             output = checkpoint(forward, use_reentrant=False, preserve_rng_state=False)

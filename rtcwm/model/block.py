@@ -9,7 +9,7 @@ product is done twice for it where blocks are recomputed, since the recompute of
 feed-forward.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import MethodType
 
@@ -19,7 +19,19 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from rtcwm.model.glue import Enter, Gate, Middle, Rotary, SwiGLU, call, frozen, gated, swiglu, swiglu_gradient
-from rtcwm.model.lora import Later, Layer, Pending, gradients, layer_of, low_rank, pending, product, token_like
+from rtcwm.model.lora import (
+    Joint,
+    Later,
+    Layer,
+    Pending,
+    gradients,
+    layer_of,
+    low_rank,
+    pending,
+    product,
+    token_like,
+    without_graph,
+)
 
 
 def install_forward(block: MiniMaxH3TransformerBlock, compiled: bool, ffn_rows: int) -> None:
@@ -71,16 +83,23 @@ def feed_forward(ff: nn.Module, x: Tensor, compiled: bool, part: int) -> Pending
         return pending(SwiGLU.apply(first(x), compiled).flatten(0, 1), layer_of(second))
     layers, rows = (layer_of(first), layer_of(second)), x.flatten(0, 1)
     frozen(*(layer.weight for layer in layers))
+    if isinstance(layers[0], Joint):
+        without_graph()
     token = _Parts.apply(rows, compiled, part, *layers[0], *layers[1]) if torch.is_grad_enabled() else None
     return Pending(token, partial(_parts, rows.detach(), layers, compiled, part))
 
 
-def _parts(x: Tensor, layers: tuple[Layer, Layer], compiled: bool, part: int) -> Tensor:
-    """The feed-forward of rows ``[n, hidden]``, part by part, without a graph."""
+def _parts(x: Tensor, layers: Sequence[Layer | Joint], compiled: bool, part: int) -> Tensor:
+    """The feed-forward of rows ``[n, hidden]``, part by part, without a graph. Of several adapters, each one's rows."""
     out = x.new_empty(x.shape[0], layers[1].weight.shape[0])
-    for rows in _cut(x.shape[0], part):
-        _, _, inner = _inner(x[rows], layers[0], compiled)
-        product(inner, low_rank(inner, layers[1]), layers[1], out[rows])
+    shares = [(x, out, layers)]
+    if isinstance(layers[0], Joint):
+        pairs = zip(*(joint.layers for joint in layers))
+        shares = zip(layers[0].cut(x), layers[0].cut(out), pairs, strict=True)
+    for given, made, (first, second) in shares:
+        for rows in _cut(given.shape[0], part):
+            _, _, inner = _inner(given[rows], first, compiled)
+            product(inner, low_rank(inner, second), second, made[rows])
     return out
 
 

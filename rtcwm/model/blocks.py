@@ -88,8 +88,8 @@ def video_rows(window: Window) -> Tensor:
     return torch.cat([patchify(media) for media in (window.picture1, window.proxy, window.video)], dim=1)
 
 
-def embed(model: MiniMaxH3Transformer3DModel, layout: Layout, window: Window) -> Tensor:
-    """Packed sequence [B, S, hidden] of a window whose `video` is the noisy target.
+def embed(model: MiniMaxH3Transformer3DModel, layout: Layout, window: Window, text: Tensor | None = None) -> Tensor:
+    """Packed sequence [B, S, hidden] of a window whose `video` is the noisy target; `text` as of `predict_velocity`.
 
     Raises ValueError where the window is not of the layout's sizes.
     """
@@ -98,7 +98,7 @@ def embed(model: MiniMaxH3Transformer3DModel, layout: Layout, window: Window) ->
     expected = (len(layout.text_rows), len(layout.video_rows), len(layout.audio_rows))
     if found != expected:
         raise ValueError(f"window of {found} text, video and audio rows for a layout of {expected}")
-    text = embed_text(model, window.text)
+    text = embed_text(model, window.text) if text is None else text
     hidden = text.new_zeros(text.shape[0], layout.rows, text.shape[2])
     hidden = hidden.index_copy(1, layout.text_rows, text)
     hidden = hidden.index_copy(1, layout.video_rows, embed_video(model, video))
@@ -139,11 +139,20 @@ def predict_velocity(
     attend: Attend | None,
     text_time: TextTime = "pinned",
     run: Run = call,
+    copies: int = 1,
+    text: Tensor | None = None,
 ) -> Tensor:
     """Velocity [B, 24, T, h, w] float32 of a window whose `video` holds the noisy latents at model time `target_times`
-    (1 - sigma; one a chunk [chunks], or a scalar; on the CPU, or the host may have to wait for the device)."""
+    (1 - sigma; one a chunk [chunks], or a scalar; on the CPU, or the host may have to wait for the device).
+
+    Args:
+        copies: run the batch so many times over, one copy after the other along the batch axis, as adapters that share a
+            pass take it; the result is [copies * B, ...].
+        text: rows of `embed_text` for the window's text, where they are known.
+    """
     made = modulate(model, *row_times(layout, target_times, text_time), layout.tags)
-    hidden = embed(model, layout, window)
+    hidden = embed(model, layout, window, text)
+    hidden = hidden if copies == 1 else hidden.repeat(copies, 1, 1)
     rotary = model.rope(layout.position_ids)
     hidden = run_blocks(model, hidden, made.blocks, made.adaln_index, rotary, attend, run)
     return video_output(model, hidden, made.temb, made.time_index, layout)

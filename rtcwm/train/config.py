@@ -131,8 +131,15 @@ class DistillConfig(RunConfig):
     max_chunks: int = option(14, "longest rollout")
     kv_reuse: bool = option(True, "keep keys and values of the history; false: recompute the window for every chunk")
     rollout_history: Literal["last-step", "clean"] = option("last-step", "noise level at which history is attended to")
-    stops: Literal["random", "last"] = option(
-        "random", "step at which a chunk of a rollout stops: a random one of the schedule, or always the last"
+    stops: Literal["random", "late", "last"] = option(
+        "random",
+        "step at which a chunk of a rollout stops: a random one of the schedule, always the last, or late: the last with "
+        "probability 1/2, else a random one",
+    )
+    joint_scores: Literal["auto", "on", "off"] = option(
+        "auto",
+        "score with teacher and critic in one pass over the base, each on a copy of the batch; auto: where ranks share the "
+        "base or it is in host memory",
     )
     ema: float = option(0.0, "decay of the student's running mean, saved as student_ema_iter files; 0: none")
     gen_lr: float = option(2e-6, "the student's learning rate")

@@ -13,7 +13,6 @@ them is compared before the rollout. Clip, start frame and noise are a rank's ow
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -24,6 +23,7 @@ from rtcwm.engine.memory import resident_gib
 from rtcwm.engine.streams import Streams
 from rtcwm.engine.world import World, program
 from rtcwm.model.attention import install
+from rtcwm.model.blocks import dtype_of
 from rtcwm.model.layout import CHUNK_LATENTS, SPAN_CHUNKS, audio_latents, frames_of
 from rtcwm.model.matching import Matching, matching_loss, score_level
 from rtcwm.model.objectives import clean_from_velocity, velocity
@@ -33,6 +33,7 @@ from rtcwm.train.adaln import open_table
 from rtcwm.train.config import DistillConfig, parse
 from rtcwm.train.dataset import EpochSampler, load_window, silence
 from rtcwm.train.distill_plan import DistillPlan, prepare
+from rtcwm.train.draws import Draws
 from rtcwm.train.folder import RunFolder
 from rtcwm.train.loop import Loop, Outcome
 from rtcwm.train.order import Visit
@@ -55,22 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Distiller(world, config, prepare(world, config)).run()
 
 
-@dataclass(frozen=True)
-class Draws:
-    """What all ranks share of one iteration: rollout length and the stopping step of every chunk."""
-
-    chunks: int
-    stops: tuple[int, ...]
-
-    @classmethod
-    def of(cls, config: DistillConfig, streams: Streams, iteration: int) -> "Draws":
-        generator = streams.shared("rollout", iteration)
-        chunks = int(torch.randint(config.min_chunks, config.max_chunks + 1, (), generator=generator))
-        if config.stops == "last":
-            return cls(chunks, (config.steps - 1,) * chunks)
-        return cls(chunks, tuple(torch.randint(config.steps, (chunks,), generator=generator).tolist()))
-
-
 class Distiller(Loop):
     """The alternation of student and critic."""
 
@@ -86,10 +71,16 @@ class Distiller(Loop):
         self.critic = AdapterEngine(world, critic, plan.critic_settings)
         self.average = Average(world, self.student.adapter, config.ema) if config.ema else None
         if self.teacher_adapter is not None:
-            self.teacher_adapter.requires_grad_(False).to(world.device)
+            # In the base's dtype, to which every use of fp32 weights would cast them.
+            self.teacher_adapter.requires_grad_(False).to(world.device, dtype_of(self.base.model.transformer_blocks[0]))
         runner = self.base.activations.runner
         self.run_student, self.run_critic = runner(self.student.adapter), runner(self.critic.adapter)
-        self.run_teacher = runner(self.teacher_adapter)
+        # Graphs of a rollout live as long as its keys and values do, and a chunk has a tenth of a window's attention.
+        self.run_graph = runner(self.student.adapter, save_attention=False)
+        joint = config.joint_scores == "on" or (config.joint_scores == "auto" and not self.base.whole)
+        scorers = (self.teacher_adapter, self.critic.adapter)
+        # Who scores in which pass over the base.
+        self.run_scores = [(runner(*scorers), 2)] if joint else [(runner(scorer), 1) for scorer in scorers]
         self.clips_root = plan.starts[0][0].path.parent
         self.teacher = Teacher(
             self.base.model,
@@ -175,7 +166,7 @@ class Distiller(Loop):
             self.base.model, self.plan.inputs.kernel, conditions, truth.proxy, self.plan.sampler,
             lambda kind, chunk, step, shape: batch_noise(shape, generators), draws.stops,
             graph_chunks=range(draws.chunks - self.config.grad_chunks, draws.chunks),
-            run=self.run_student, graph_run=self.run_student, progress=self._progress_of_rollout(draws.chunks),
+            run=self.run_student, graph_run=self.run_graph, progress=self._progress_of_rollout(draws.chunks),
         )  # fmt: skip
         latents = torch.cat(chunks, dim=2)
         return latents, Rolled(latents.detach(), truth)
@@ -197,10 +188,8 @@ class Distiller(Loop):
         sigma, _ = score_level(generators[0], self.config.score_shift, self.plan.inputs.grid)
         noise = SpanNoise.draw(window, *generators)
         noisy = (1 - sigma) * window.video + sigma * noise.video
-        real, fake = (
-            clean_from_velocity(noisy, self.teacher.velocity(window, noise, sigma, run), sigma)
-            for run in (self.run_teacher, self.run_critic)
-        )
+        made = [self.teacher.velocity(window, noise, sigma, run, copies) for run, copies in self.run_scores]
+        real, fake = (clean_from_velocity(noisy, one, sigma) for one in torch.cat(made).chunk(2))
         return real, fake
 
     def _train_critic(self, visits: list[Visit], rolled: Rolled) -> tuple[list[Update], torch.Tensor, torch.Tensor]:
@@ -209,8 +198,7 @@ class Distiller(Loop):
         Returns:
             Updates, their losses ``[updates]``, and sums of losses and counts by level ``[2, LEVEL_BINS]``.
         """
-        updates, losses = [], []
-        bins = torch.zeros(2, LEVEL_BINS)
+        updates, losses, levels = [], [], []
         for turn in range(self.config.critic_per_gen):
             self.record.progress(f"critic {turn + 1}/{self.config.critic_per_gen}")
             generators = self._own(f"critic {turn}", visits)
@@ -223,10 +211,11 @@ class Distiller(Loop):
             self.base.finish_backward()
             updates.append(self.critic.step(self._warm(self.config.critic_lr)))
             losses.append(loss.detach())
-            level = min(LEVEL_BINS - 1, int(uniform * LEVEL_BINS))
-            bins[0, level] += loss.item()
-            bins[1, level] += 1
-        return updates, torch.stack(losses), bins
+            levels.append(min(LEVEL_BINS - 1, int(uniform * LEVEL_BINS)))
+        losses, levels, bins = torch.stack(losses), torch.tensor(levels), torch.zeros(2, LEVEL_BINS)
+        bins[0].index_add_(0, levels, losses.cpu())
+        bins[1].index_add_(0, levels, torch.ones(len(levels)))
+        return updates, losses, bins
 
     def _outcome(
         self, draws: Draws, matching: Matching, rolled: Rolled, updated: Update, updates: list[Update],

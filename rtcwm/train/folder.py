@@ -12,8 +12,8 @@ from rtcwm.model.adapter_files import file_shape, save_adapter
 from rtcwm.model.lora import Adapter
 
 MAY_CHANGE = (
-    "out", "save_every", "val_every", "max_skips", "attn", "compile", "adaln_dir", "base_config", "adapter_config",
-    "student_config", "critic_config", "clips", "base", "init_lora", "student_lora", "teacher_lora", "critic_lora",
+    "out", "save_every", "val_every", "max_skips", "attn", "compile", "adaln_dir", "joint_scores", "base_config",
+    "adapter_config", "student_config", "critic_config", "clips", "base", "init_lora", "student_lora", "teacher_lora", "critic_lora",
 )  # fmt: skip
 """Settings that a resumed run may change: they alter neither the data nor what is optimised. Files may move, since the
 identity holds what is in them; of the adapter engines' files it holds all but the accumulation, which may change with

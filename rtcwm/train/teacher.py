@@ -16,7 +16,7 @@ import torch
 from diffusers import MiniMaxH3Transformer3DModel
 
 from rtcwm.model.attention import Kernel, make_attend
-from rtcwm.model.blocks import predict_velocity
+from rtcwm.model.blocks import embed_text, predict_velocity
 from rtcwm.model.layout import (
     CHUNK_LATENTS,
     REFERENCE_TIME,
@@ -78,6 +78,7 @@ class Teacher:
         self.model, self.kernel, self.rule = model, kernel, rule
         self.kind, self.picture1, self.clips_root = kind, picture1, clips_root
         self.latents, self.chunks = window_latents(kind), window_chunks(kind)
+        self._text: tuple[torch.Tensor, torch.Tensor] | None = None  # of the last rollout: as given, and refined
 
     def last(self, chunks: int) -> int:
         """First chunk of the window at the end of a rollout, the student's."""
@@ -103,9 +104,10 @@ class Teacher:
         )
 
     def velocity(
-        self, window: Window, noise: SpanNoise, sigma: float, run: Callable[..., torch.Tensor]
+        self, window: Window, noise: SpanNoise, sigma: float, run: Callable[..., torch.Tensor], copies: int = 1
     ) -> torch.Tensor:
-        """Velocity ``[B, 24, T, h, w]`` of the window noised to one level."""
+        """Velocity ``[B, 24, T, h, w]`` of the window noised to one level; of ``copies`` adapters that ``run`` binds
+        together, ``[copies * B, ...]`` in their order."""
         released = self.kind == "released"
         # The stock rule keeps visual references at model time max(t, 0.999), and they really are that noisy.
         reference = min(sigma, 1 - REFERENCE_TIME) if released else 1 - REFERENCE_TIME
@@ -120,4 +122,12 @@ class Teacher:
         time = torch.tensor(1 - sigma)
         times = time if released else time.expand(layout.chunks)
         text_time = "video" if released else "pinned"
-        return predict_velocity(self.model, noisy, layout, times, attend, text_time=text_time, run=run)
+        text = self._text_rows(window.text)
+        return predict_velocity(self.model, noisy, layout, times, attend, text_time, run, copies, text)
+
+    def _text_rows(self, text: torch.Tensor) -> torch.Tensor:
+        """The refined rows of a rollout's text: every window of it has the same, whatever the level and the adapter."""
+        if self._text is None or self._text[0] is not text:
+            with torch.no_grad():
+                self._text = text, embed_text(self.model, text)
+        return self._text[1]
