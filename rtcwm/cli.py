@@ -17,6 +17,7 @@ from rtcwm.errors import UserError
 from rtcwm.evaluate.command import main_evaluate
 from rtcwm.prepare.command import main_prepare
 from rtcwm.recipe.command import main_recipe
+from rtcwm.stream.command import main_stream
 from rtcwm.train.world_base import main_world_base
 
 COMMANDS = {
@@ -28,6 +29,7 @@ COMMANDS = {
         "import": main_import,
     },
     "evaluate": main_evaluate,
+    "stream": main_stream,
     "bench": BENCH,
     "recipe": main_recipe,
     "world-base": main_world_base,
@@ -48,7 +50,7 @@ LEADING = {
     ("adapter", "fuse"): ("file",),
 }
 """Arguments that may stand right after a command, without their flags."""
-SWITCHES = ("--flag",)
+SWITCHES = ("--flag", "--overwrite", "--follow")
 """Flags that need no value to be on."""
 
 
