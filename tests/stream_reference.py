@@ -15,7 +15,7 @@ from torch import Tensor
 from rtcwm.model import blocks
 from rtcwm.model.attention import Attend, Masked, Prefix, resolve
 from rtcwm.model.masks import boolean_mask, groups
-from rtcwm.model.packing import PROXY, STATIC, TARGET, patchify, unpatchify
+from rtcwm.model.packing import PROXY, STATIC, TARGET, Layout, patchify, unpatchify
 from rtcwm.model.sampler import Conditions, SamplerConfig
 
 CPU = resolve("sdpa", "cpu")
@@ -73,11 +73,23 @@ def masked_velocity(model, given: Request, state: Tensor, sigma: float, referenc
         proxy=torch.cat([given.noised_proxy(k) for k in window_chunks], dim=2),
         picture1=given.picture1(),
     )
-    layout = random_window(latents=30).layout(stream=True).leading(len(window_chunks))
+    layout = first_chunks(random_window(latents=30).layout(stream=True), len(window_chunks))
     rule = given.config.rule
     attend = Masked(boolean_mask(layout, rule)) if reference == "mask" else Prefix(CPU, groups(layout, rule))
     times = torch.tensor([*(1 - given.level(k) for k in window_chunks[:-1]), 1 - sigma])
     return blocks.predict_velocity(model, window, layout, times, attend)[:, :, -5:]
+
+
+def first_chunks(layout: Layout, chunks: int) -> Layout:
+    """The static rows and the first chunks of a stream layout, at their positions in the whole one."""
+    rows = layout.static + chunks * (layout.proxy_chunk + layout.target_chunk)
+    proxy_rows, target_rows = layout.proxy_rows[: chunks * PROXY_ROWS], layout.target_rows[: chunks * TARGET_ROWS]
+    names = ("position_ids", "tags", "part", "chunk", "time_slot")
+    return replace(
+        layout, latents=5 * chunks, proxy_rows=proxy_rows, target_rows=target_rows,
+        video_rows=torch.cat([layout.picture_rows, proxy_rows, target_rows]),
+        **{name: getattr(layout, name)[:rows] for name in names},
+    )  # fmt: skip
 
 
 def rotated(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ compact copy `[static | proxies]` (330 rows a chunk at the released size), of wh
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from rtcwm.model.packing import PROXY, STATIC, TARGET, Layout
 
 Rule = Literal["E", "own", "ahead1"]
 RULES: tuple[str, ...] = get_args(Rule)
+Label = TypeVar("Label", Tensor, int)
 HISTORY_CHUNKS = SPAN_CHUNKS - 1
 
 
@@ -80,8 +81,8 @@ def _merged(pieces: list[slice]) -> tuple[slice, ...]:
     return tuple(merged)
 
 
-def sees(part_q: Tensor, chunk_q: Tensor, part_k: Tensor, chunk_k: Tensor, rule: Rule) -> Tensor:
-    """Whether a query row sees a key row, from the labels of both (bool, broadcast)."""
+def sees(part_q: Label, chunk_q: Label, part_k: Label, chunk_k: Label, rule: Rule) -> Label:
+    """Whether a query row sees a key row, from the labels of both: tensors (bool, broadcast), or plain numbers."""
     if rule == "own":
         proxy_to_proxy = chunk_k == chunk_q
     else:

@@ -56,7 +56,8 @@ def decode(plan: tuple[int, ...]) -> tuple[Group, ...]:
 
 
 def attention(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, plan: Sequence[int] = ()) -> Tensor:
-    """Attention output [B, Sq, H, D] of q [B, Sq, H, D] and k, v [B, Sk, H, D] through the operator.
+    """Attention output [B, Sq, H, D] of q [B, Sq, H, D] and k, v [B, Sk, H, D] through the operator; without a graph
+    around it.
 
     `plan` from `encode`; without one every query sees every key. A kernel without halves of its own (flex attention,
     one wrapped by a caller) is run by its plain call, which `KeptOutputs` does not keep.
@@ -66,6 +67,8 @@ def attention(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, plan: Sequence[in
         if plan:
             raise ValueError(f"kernel {kernel.name} has no forward and backward of its own and cannot carry out a plan")
         return kernel.fn(q, k, v)
+    if not torch.is_grad_enabled():  # an operator costs more of the host than a small kernel takes
+        return _forward(q, k, v, decode(tuple(plan)), kernel)[0]
     _kernels[kernel.name] = kernel
     return torch.ops.rtcwm.prefix_attention(q, k, v, plan, kernel.name)[0]
 

@@ -19,8 +19,17 @@ from diffusers import MiniMaxH3Transformer3DModel
 from torch import Tensor
 
 from rtcwm.model.attention import Kernel
-from rtcwm.model.blocks import Run, call, embed_audio, embed_text, embed_video, modulate, video_output
-from rtcwm.model.cache import Cache, CachedAttend, Place, Span, Store, plan, window_start
+from rtcwm.model.blocks import (
+    Modulation,
+    Run,
+    call,
+    embed_audio,
+    embed_text,
+    embed_video,
+    modulate,
+    video_output,
+)
+from rtcwm.model.cache import Cache, CachedAttend, Call, Place, Span, Store, plan, window_start
 from rtcwm.model.layout import (
     AUDIO_CHANNELS,
     CHUNK_LATENTS,
@@ -98,6 +107,7 @@ class Stream:
         self._sigmas = config.sigmas
         self._seen: dict[int, _Seen] = {}
         self._finished: Tensor | None = None
+        self._told: dict[tuple, Modulation] = {}
         self._device = conditions.text.device
         tags, audio = conditions.text_tags, conditions.audio.shape[1] // AUDIO_CHANNELS
         picture_size = tuple(conditions.picture1.shape[-2:])
@@ -130,12 +140,14 @@ class Stream:
             raise ValueError(f"{found}: expected {expected} and a stop of 0..{self.config.steps - 1}")
         with torch.no_grad():
             self._prepare(proxy)
+        place = Place(TARGET, self.chunk, window_start(self.chunk))
+        calls = plan([place], self.cache.pieces, self._span, self.config.rule)
         state = self._draw("target", 0, (*expected[:3], geometry.height, geometry.width))
         for step in range(stop):
             with torch.no_grad():
-                state = self._advance(state, self._clean(state, step, self.run), step)
+                state = self._advance(state, self._clean(state, step, place, calls, self.run), step)
         with torch.set_grad_enabled(graph):
-            clean = self._clean(state, stop, self.graph_run if graph else self.run)
+            clean = self._clean(state, stop, place, calls, self.graph_run if graph else self.run)
         self._finished = clean.detach()
         self.chunk += 1
         return clean
@@ -162,11 +174,10 @@ class Stream:
             return euler(state, clean, sigma, following)
         return renoise(clean, self._draw("renoise", step, state.shape), following)
 
-    def _clean(self, state: Tensor, step: int, run: Run) -> Tensor:
-        """Clean prediction x0 = x + sigma v of the current chunk from its state at a step's level."""
-        place = Place(TARGET, self.chunk, window_start(self.chunk))
+    def _clean(self, state: Tensor, step: int, place: Place, calls: Sequence[Call], run: Run) -> Tensor:
+        """Clean prediction x0 = x + sigma v of the current chunk, at its place, from its state at a step's level."""
         sigma = self._sigmas[step]
-        predicted = self._forward([place], [embed_video(self.model, patchify(state))], {place: sigma}, run)
+        predicted = self._forward([place], [embed_video(self.model, patchify(state))], {place: sigma}, calls, run)
         return clean_from_velocity(state, predicted, sigma)
 
     def _prepare(self, proxy: Tensor) -> None:
@@ -196,7 +207,8 @@ class Stream:
         sizes = [rows.shape[1] for rows in hidden]
         levels = {place: self._seen[place.chunk].level for place in places if place.part == TARGET}
         store = Store(places, sizes, len(self.model.transformer_blocks))
-        self._forward(places, hidden, levels, self.run, store)
+        calls = plan(places, self.cache.pieces, self._span, self.config.rule)
+        self._forward(places, hidden, levels, calls, self.run, store)
         self.cache.append(store.pieces())
 
     def _embed(self, place: Place) -> Tensor:
@@ -214,28 +226,43 @@ class Stream:
         places: Sequence[Place],
         hidden: Sequence[Tensor],
         levels: dict[Place, Tensor],
+        calls: Sequence[Call],
         run: Run,
         store: Store | None = None,
     ) -> Tensor | None:
-        """All blocks over the rows of `places` against the cache. `levels`: the noise level of every target.
+        """All blocks over the rows of `places` against the cache by `calls`. `levels`: the noise level of every target.
 
         Without a store the rows are one target, and its velocity [B, 24, 5, h, w] float32 is returned.
         """
-        span, layout = self._span, self._span.layout
-        rows = [span.rows(place.part, place.slot_of(place.chunk)) for place in places]
-        target_times = torch.full((SPAN_CHUNKS,), CLEAN_TIME)
-        for place, sigma in levels.items():
-            target_times[place.slot_of(place.chunk)] = model_time(sigma)
-        times, time_index = row_times(layout, target_times)
-        time_index = torch.cat([time_index[piece] for piece in rows])
-        made = modulate(self.model, times, time_index, torch.cat([layout.tags[piece] for piece in rows]))
-        rotary = span.rotary(rows)
-        calls = plan(places, self.cache.pieces, span, self.config.rule)
+        rows = [self._span.rows(place.part, place.slot_of(place.chunk)) for place in places]
+        made = self._modulation(places, rows, levels)
+        rotary = self._span.rotary(rows)
         states = torch.cat(list(hidden), dim=1)
         for index, block in enumerate(self.model.transformer_blocks):
             attend = CachedAttend(self.kernel, calls, index, store)
             states = run(block, states, made.blocks, made.adaln_index, rotary, attend)
-        return video_output(self.model, states, made.temb, time_index, self._head) if store is None else None
+        return video_output(self.model, states, made.temb, made.time_index, self._head) if store is None else None
+
+    def _modulation(self, places: Sequence[Place], rows: Sequence[slice], levels: dict[Place, Tensor]) -> Modulation:
+        """What the forward is told about noise levels. Where all targets share one, that depends on the kinds of its
+        pieces and on the level alone, whatever the slots, and is kept: a stream meets the same few again and again."""
+        layout = self._span.layout
+        distinct = {level.item() for level in levels.values()}
+        key = (tuple(place.part for place in places), *distinct)
+        if len(distinct) <= 1 and key in self._told:
+            return self._told[key]
+        if len(distinct) <= 1:
+            target_times = model_time(next(iter(levels.values()))) if levels else torch.tensor(CLEAN_TIME)
+        else:
+            target_times = torch.full((SPAN_CHUNKS,), CLEAN_TIME)
+            for place, sigma in levels.items():
+                target_times[place.slot_of(place.chunk)] = model_time(sigma)
+        times, time_index = row_times(layout, target_times)
+        time_index = torch.cat([time_index[piece] for piece in rows])
+        made = modulate(self.model, times, time_index, torch.cat([layout.tags[piece] for piece in rows]))
+        if len(distinct) <= 1:
+            self._told[key] = made
+        return made
 
 
 def forwards(stops: Sequence[int]) -> int:
