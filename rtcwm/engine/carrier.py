@@ -148,7 +148,7 @@ class Carrier:
         return self._buffers[-1]
 
     def _fill(self, buffer: _Buffer, block: nn.Module) -> None:
-        _wait(buffer.works)  # of a block that was fetched and not used
+        self.side.finish(buffer.works)  # of a block that was fetched and not used
         places = self._places[block]
         buffer.block = block
         with self.side.copying(after=buffer.released) if buffer.released else self.side.copying():
@@ -183,7 +183,7 @@ class Carrier:
 
     def arrive(self, buffer: _Buffer, params: Sequence[nn.Parameter]) -> None:
         """Makes the compute stream wait for a buffer, and the parameters views of it."""
-        _wait(buffer.works)
+        self.side.finish(buffer.works)
         # DeepSpeed calls from a stream of its own. That one is not made to wait, or DeepSpeed, which bounds what it
         # has in flight there, would hold up the host until the copy is done.
         self.side.await_on(self._compute, buffer.ready)
@@ -218,7 +218,7 @@ class Carrier:
         """Weights of a block were written: what a buffer holds of it is no longer good."""
         for buffer in self._buffers:
             if block is not None and buffer.block is block:
-                _wait(buffer.works)
+                self.side.finish(buffer.works)
                 buffer.block = None
 
 
@@ -243,9 +243,3 @@ def _places(block: nn.Module) -> Iterator[_Place]:
         place = _Place(param, start, param.ds_numel * width, param.ds_tensor.numel() * width, rank, ranks)
         yield place
         start = aligned(place.end)
-
-
-def _wait(works: list) -> None:
-    """Waits for collectives, once."""
-    while works:
-        works.pop().wait()

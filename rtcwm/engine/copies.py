@@ -11,6 +11,7 @@ the copy by the host's clock, and the host queues a whole forward pass within th
 input would still be held. On the CPU all of it is a plain copy, done when the call returns.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -76,7 +77,8 @@ class HostMemory:
 
 
 class SideStream:
-    """A CUDA stream for copies, and the time that the compute stream spent waiting for them; nothing on the CPU.
+    """A CUDA stream for copies, and the time that the compute stream spent waiting for them; on the CPU no stream, and
+    the time that was spent waiting for collectives.
 
     Attributes:
         measuring: whether waits are timed; costs two events a wait.
@@ -86,6 +88,7 @@ class SideStream:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.measuring = True
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._host_seconds = 0.0
 
     @contextmanager
     def copying(self, after: torch.cuda.Event | None = None) -> Iterator[None]:
@@ -118,12 +121,21 @@ class SideStream:
         after.record(compute)
         self._waits.append((before, after))
 
+    def finish(self, works: list) -> None:
+        """Waits for collectives that were started without a stream, and forgets them."""
+        began = time.perf_counter()
+        while works:
+            works.pop().wait()
+        if self.measuring:
+            self._host_seconds += time.perf_counter() - began
+
     def waited_seconds(self) -> float:
-        """Seconds that compute streams have waited since the last call, while ``measuring``; waits for the device."""
+        """Seconds that computation has waited since the last call, while ``measuring``; waits for the device."""
         waits, self._waits = self._waits, []
+        seconds, self._host_seconds = self._host_seconds, 0.0
         for _, after in waits:
             after.synchronize()
-        return sum(before.elapsed_time(after) for before, after in waits) / 1000
+        return seconds + sum(before.elapsed_time(after) for before, after in waits) / 1000
 
 
 class Stored:

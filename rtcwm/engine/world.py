@@ -24,6 +24,7 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.launcher.runner import fetch_hostfile
 
+from rtcwm.engine.watch import Watch
 from rtcwm.errors import SharedError, UserError
 
 Result = TypeVar("Result")
@@ -79,9 +80,8 @@ class World:
         else:
             device = torch.device(accelerator.device_name(local_rank))
             accelerator.set_device(local_rank)
-        seconds = int(os.environ.get("RTCWM_TIMEOUT_SECONDS", TIMEOUT_SECONDS))
         deepspeed.init_distributed(
-            accelerator.communication_backend_name(), verbose=False, timeout=timedelta(seconds=seconds)
+            accelerator.communication_backend_name(), verbose=False, timeout=timedelta(seconds=timeout_seconds())
         )
         world = cls(rank, size, local_rank, local_size, device)
         if device.type == "cuda" and size > 1:
@@ -191,16 +191,31 @@ def program(name: str):
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"{name}: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    watch = Watch(world.rank, world.size, timeout_seconds() / 2) if world.size > 1 else None
     try:
         yield world
     except UserError as error:
+        if watch:
+            watch.stop()
         # What one rank alone found (a clip that it reads) has to be said by that rank.
         if world.is_main or not isinstance(error, SharedError):
             where = "" if isinstance(error, SharedError) or world.size == 1 else f"rank {world.rank}: "
             print(f"{name}: error: {where}{error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(2)  # an orderly exit would wait for, or trip over, the threads of a group whose ranks are leaving
+    except Exception:
+        if watch:
+            watch.explain()
+        raise
+    if watch:
+        watch.stop()
+        world.barrier()  # none ends while another still watches
     torch.distributed.destroy_process_group()
+
+
+def timeout_seconds() -> int:
+    """How long ranks wait for each other."""
+    return int(os.environ.get("RTCWM_TIMEOUT_SECONDS", TIMEOUT_SECONDS))
 
 
 def _difference(found: object, expected: object) -> str:
