@@ -27,6 +27,7 @@ ABLATIONS: dict[str, dict[str, str]] = {
     "no-reuse": {"kv-reuse": "false"},
     "clean-history": {"rollout-history": "clean"},
     "last-stop": {"stops": "last"},
+    "late-stop": {"stops": "late"},
     "causal-teacher": {"teacher-kind": "causal", "teacher-picture1": "window"},
     "grad-chunks-1": {"grad-chunks": "1"},
     "grad-chunks-2": {"grad-chunks": "2"},
