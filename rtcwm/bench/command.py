@@ -1,4 +1,4 @@
-"""`rtcwm bench`: its four commands and their flags. The work is in modules that are imported when a command runs."""
+"""`rtcwm bench`: its commands and their flags. The work is in modules that are imported when a command runs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +11,10 @@ Attn = Literal["auto", "sdpa", "cudnn", "fa4", "fa3", "fa2", "flex"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What is measured: a base of random weights, and the size of its input.
+class Sized:
+    """A base of random weights, and the size of its input.
 
     Args:
-        out: JSON file to write.
         base: config .json of a base, 'embedded' for the embedded base's, default: the released 33.1B; its weights are
             random.
         layers: use only so many blocks of the base; the report says so.
@@ -25,11 +24,8 @@ class Settings:
         rank: of the adapters; default: 128, or a quarter of a narrower base's width.
         attn: attention kernel of our side.
         seed: of everything random.
-        steps: repetitions that are timed.
-        warmup: repetitions before them.
     """
 
-    out: Path | None = None
     base: str | None = None
     layers: int | None = None
     height: int = 768
@@ -38,14 +34,36 @@ class Settings:
     rank: int | None = None
     attn: Attn = "auto"
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._at_least(1, "layers", "text_rows", "rank")
+
+    def _at_least(self, least: float, *names: str) -> None:
+        """Checks settings that may also be None."""
+        for name in names:
+            value = getattr(self, name)
+            told = f"--{name.replace('_', '-')} {value}: expected at least {least}"
+            require(value is None or value >= least, told)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Sized):
+    """What is measured, and how often.
+
+    Args:
+        out: JSON file to write.
+        steps: repetitions that are timed.
+        warmup: repetitions before them.
+    """
+
+    out: Path | None = None
     steps: int = 5
     warmup: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("layers", "text_rows", "rank", "steps"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"--{name.replace('_', '-')} {value}: expected at least 1")
-        require(self.warmup >= 0, f"--warmup {self.warmup}: expected 0 or more")
+        super().__post_init__()
+        self._at_least(1, "steps")
+        self._at_least(0, "warmup")
         if self.out is not None:
             require(self.out.suffix == ".json", f"--out {self.out}: expected the name of a .json file")
             require(self.out.parent.is_dir(), f"--out {self.out}: there is no folder {self.out.parent}; make it first")
@@ -79,7 +97,7 @@ class TwoSides(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         given = self.sides.split(",")
-        require(self.batch >= 1, f"--batch {self.batch}: expected at least 1")
+        self._at_least(1, "batch")
         known = set(given) <= set(SIDES) and len(set(given)) == len(given)
         require(known, f"--sides {self.sides}: expected plain, ours, or plain,ours")
         if self.profile is not None:
@@ -116,6 +134,7 @@ class DistillBench(TwoSides):
         grad_chunks: last chunks that keep a graph.
         critic_per_gen: critic updates an iteration.
         teacher_kind: released (37 latents in both directions) or causal (a span).
+        steady: after the iterations, time a stream without a graph as well.
         student_config: DeepSpeed JSON of the student.
         critic_config: DeepSpeed JSON of the critic.
     """
@@ -128,6 +147,7 @@ class DistillBench(TwoSides):
     grad_chunks: int = 4
     critic_per_gen: int = 7
     teacher_kind: Literal["released", "causal"] = "released"
+    steady: bool = True
     student_config: str | None = None
     critic_config: str | None = None
 
@@ -151,6 +171,65 @@ class StreamBench(TwoSides):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.chunks >= 7, f"--chunks {self.chunks}: a steady stream needs 7 or more, for its window to slide")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleBench(Sized):
+    """Several ranks of one machine.
+
+    Args:
+        out: folder of results and logs; parts that it holds are not run again.
+        ranks: processes, one a GPU; default: all GPUs there are.
+        only: parts to run, or families of them (train, distill, same), such as [same,train-1]; default: all.
+        minutes: after which the command ends; what did not fit is left for the next time.
+        part_minutes: most that one part may take.
+        steps: of training that are timed, after one.
+        iters: iterations of distillation that are timed, after one.
+        chunks: of a rollout.
+        critic_per_gen: critic updates an iteration.
+        distill_layers: blocks of the base in distillation, where they are to be fewer.
+        same_layers: blocks of the base where numbers of several ranks are held against those of one.
+        same_steps: steps that are compared; a rank is killed after a quarter of them.
+        timeout: seconds in which the others have to end when a rank is killed.
+        kill_rank: rank to kill; default: the last.
+        launcher: of the run whose rank is killed.
+        base_config: DeepSpeed JSON of the base engine; its shard_group is set by every part.
+        compile: compile what lies between a block's matrix products; auto: on GPUs.
+        adaln: live or from a table, but in the part that is live in any case; auto: a table for large bases.
+        adaln_times: steps of the table's grid of noise levels.
+        adaln_dir: folder that keeps the table; default: in --out.
+    """
+
+    out: Path
+    ranks: int | None = None
+    only: list[str] | None = None
+    minutes: float = 9.0
+    part_minutes: float = 4.0
+    steps: int = 2
+    iters: int = 1
+    chunks: int = 8
+    critic_per_gen: int = 2
+    distill_layers: int | None = None
+    same_layers: int | None = 4
+    same_steps: int = 20
+    timeout: int = 30
+    kill_rank: int | None = None
+    launcher: Literal["deepspeed", "torchrun"] = "deepspeed"
+    base_config: str | None = None
+    compile: Literal["auto", "on", "off"] = "auto"
+    adaln: Literal["auto", "live", "table"] = "auto"
+    adaln_times: int = 100
+    adaln_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(1, "steps", "iters", "critic_per_gen", "distill_layers", "same_layers", "adaln_times")
+        self._at_least(2, "ranks")
+        self._at_least(4, "same_steps")
+        self._at_least(5, "timeout")
+        self._at_least(8, "chunks")
+        self._at_least(0, "kill_rank")
+        require(self.minutes > 0 and self.part_minutes > 0, "--minutes and --part-minutes: expected more than 0")
 
 
 def require(condition: bool, message: str) -> None:
@@ -187,10 +266,19 @@ def bench_stream(**settings) -> None:
     stream.bench(StreamBench(**settings))
 
 
+def bench_scale(**settings) -> int:
+    """Several GPUs of one machine: speed, memory and gathers of both programs, the same numbers as on one, and a rank
+    that dies. One table, from one command or from several."""
+    from rtcwm.bench import scale
+
+    return scale.bench(ScaleBench(**settings))
+
+
 BENCH = {
-    "_help": "Measure attention, training, distillation and streams, against the loop that one would write first.",
+    "_help": "Measure attention, training, distillation and streams against the loop that one would write first; scale.",
     "attention": bench_attention,
     "train": bench_train,
     "distill": bench_distill,
     "stream": bench_stream,
+    "scale": bench_scale,
 }

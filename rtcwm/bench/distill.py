@@ -13,7 +13,7 @@ from torch import Tensor
 from rtcwm.bench import measure, profile, report
 from rtcwm.bench.chunks import STEADY, StreamCase, attention_ceiling, chunk_work, steady, stream_case
 from rtcwm.bench.command import DistillBench, require
-from rtcwm.bench.inputs import Case, Files, files, random_adapter, shared_settings
+from rtcwm.bench.inputs import Case, Files, random_adapter, rank_files, shared_settings
 from rtcwm.bench.plain_distill import PlainDistillation
 from rtcwm.bench.plain_stream import PlainStream, plain_rollout
 from rtcwm.bench.sides import Did, Plan, Runner, check_ranks, compare, plain_base, plain_kernel, run_both, summary
@@ -51,7 +51,7 @@ def bench(settings: DistillBench) -> None:
             f"--chunks {settings.chunks}: a {settings.teacher_kind} teacher's window takes {least}: set at least that",
         )
         case = Case.of(settings)
-        with files(case, settings.chunks, settings.seed, world.size) as made:
+        with rank_files(world, case, settings.chunks, settings.seed) as made:
             result = measured(world, settings, case, prepare(world, distill_config(settings, case, made)))
         world.on_main(lambda: report.write(settings.out, result))
         compare(world.device, result, "critic", ROUNDING)
@@ -88,7 +88,7 @@ def measured(world: World, settings: DistillBench, case: Case, plan: DistillPlan
     graphs = dict(repeated)
     if activations.policy == "save_attention":  # which a rollout's graphs do not
         graphs["ours"] = case.sizes.repeated(replace(activations, policy="recompute"))
-    given = no_grad_stream(settings, plan, world.device)
+    given = no_grad_stream(settings, plan, world.device) if settings.steady else None
     starts = {
         "plain": lambda: PlainDistilling(world, case, plan, given),
         "ours": lambda: OurDistilling(world, case, plan, given),
@@ -157,7 +157,7 @@ def no_grad_stream(settings: DistillBench, plan: DistillPlan, device: torch.devi
 class _Distilling(Runner):
     """What both sides share: the seconds of chunks without a graph, after the iterations."""
 
-    def __init__(self, world: World, case: Case, given: StreamCase, kernel: Kernel):
+    def __init__(self, world: World, case: Case, given: StreamCase | None, kernel: Kernel):
         self.world, self.case, self.given, self.kernel = world, case, given, kernel
 
     @abstractmethod
@@ -165,6 +165,8 @@ class _Distilling(Runner):
         """Seconds of every chunk of a stream without a graph."""
 
     def extra(self) -> dict:
+        if self.given is None:
+            return {}
         self.chunk_seconds()  # compiles and chooses kernels for these shapes
         seconds = self.chunk_seconds()[STEADY:]
         return {"no_grad_chunk": (seconds, attention_ceiling(self.case, self.kernel, self.world.device))}
@@ -173,9 +175,15 @@ class _Distilling(Runner):
 class OurDistilling(_Distilling):
     """The real program, one iteration at a time."""
 
-    def __init__(self, world: World, case: Case, plan: DistillPlan, given: StreamCase):
+    def __init__(self, world: World, case: Case, plan: DistillPlan, given: StreamCase | None):
         super().__init__(world, case, given, plan.inputs.kernel)
         self.distiller = Distiller(world, plan.config, plan)
+        self.base = self.distiller.base
+
+    def extra(self) -> dict:
+        distiller = self.distiller
+        parked = distiller.student.host_bytes + distiller.critic.host_bytes
+        return super().extra() | {"parked_gib": parked / 2**30}
 
     def step(self) -> Did:
         outcome = self.distiller.train_step()
@@ -193,7 +201,7 @@ class OurDistilling(_Distilling):
 class PlainDistilling(_Distilling):
     """The obvious loop over the same rollouts, windows and noise."""
 
-    def __init__(self, world: World, case: Case, plan: DistillPlan, given: StreamCase):
+    def __init__(self, world: World, case: Case, plan: DistillPlan, given: StreamCase | None):
         super().__init__(world, case, given, plain_kernel(world.device))
         config, settings = plan.config, plan.student_settings
         self.plan, self.config, self.done = plan, config, 0

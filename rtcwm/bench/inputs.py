@@ -7,15 +7,16 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from rtcwm.bench.command import Settings, TwoSides
+from rtcwm.bench.command import Sized, TwoSides
 from rtcwm.bench.work import Sizes
 from rtcwm.data.clips import Start, write_clip
 from rtcwm.data.world import proxy_size
+from rtcwm.engine.world import World
 from rtcwm.errors import UserError
 from rtcwm.model.layout import (
     CHUNK_LATENTS,
@@ -54,7 +55,7 @@ class Case:
     layout: Layout
 
     @classmethod
-    def of(cls, settings: Settings) -> "Case":
+    def of(cls, settings: Sized) -> "Case":
         """Raises UserError for a base that is not there, more blocks than it has, or sizes that cannot be packed."""
         described, config = base_config(settings.base)
         whole = config["num_layers"]
@@ -113,11 +114,13 @@ def base_config(base: str | None) -> tuple[str, dict]:
 
 @dataclass(frozen=True)
 class Files:
-    """Files of a case on disk: the base's config, a folder that holds one clip, and a place for more."""
+    """Files of a case on disk: the base's config, a folder that holds one clip, and a place for more; ``adaln`` is the
+    folder of the AdaLN table, one for all ranks."""
 
     base: Path
     clips: Path
     root: Path
+    adaln: Path
 
     @property
     def run(self) -> Path:
@@ -131,14 +134,21 @@ def shared_settings(settings: TwoSides, made: Files) -> dict:
         "out": str(made.run), "clips": str(made.clips), "base": str(made.base), "val_clips": 0, "seed": settings.seed,
         "batch": settings.batch, "base_config": settings.base_config, "attn": settings.attn,
         "compile": settings.compile, "adaln": settings.adaln, "adaln_times": settings.adaln_times,
-        "adaln_dir": settings.adaln_dir or str(made.root / "adaln"),
+        "adaln_dir": settings.adaln_dir or str(made.adaln),
     }  # fmt: skip
+
+
+@contextmanager
+def rank_files(world: World, case: Case, chunks: int, seed: int) -> Iterator[Files]:
+    """`files` of a program, on every rank its own, but for one folder for the AdaLN table; a collective."""
+    with files(case, chunks, seed, world.size) as made:
+        yield replace(made, adaln=world.on_main(lambda: made.adaln))
 
 
 @contextmanager
 def files(case: Case, chunks: int, seed: int, ranks: int) -> Iterator[Files]:
     """The case as files in a temporary folder: a base config, and a clip in which a window of so many chunks begins
-    at as many start frames as there are ranks. The same on every rank."""
+    at as many start frames as there are ranks. The same whenever it is called."""
     with tempfile.TemporaryDirectory(prefix="rtcwm-bench-") as folder:
         root = Path(folder)
         (root / "base.json").write_text(json.dumps(case.config))
@@ -157,7 +167,7 @@ def files(case: Case, chunks: int, seed: int, ranks: int) -> Iterator[Files]:
         video = noise(LATENT_CHANNELS, latents, geometry.height, geometry.width)
         proxy = noise(LATENT_CHANNELS, latents, geometry.proxy_height, geometry.proxy_width)
         write_clip(root / "clips", "noise", video, proxy, dict.fromkeys(range(ranks), start), "noise", CODEC)
-        yield Files(root / "base.json", root / "clips", root)
+        yield Files(root / "base.json", root / "clips", root, root / "adaln")
 
 
 def random_adapter(case: Case, seed: int) -> Adapter:

@@ -71,14 +71,20 @@ def reset_peaks(device: torch.device) -> None:
 
 def peaks(device: torch.device) -> dict[str, float | None]:
     """GiB since `reset_peaks`: allocated and reserved by torch on the card (None without one), resident on the host,
-    and page-locked there."""
+    and page-locked there. And "outside": what the card's other users hold now, the communicators' buffers and CUDA's own
+    among them."""
     found, card = memory.peaks(device), device.type == "cuda"
+    outside = None
+    if card:
+        free, total = torch.cuda.mem_get_info(device)
+        outside = (total - free - torch.cuda.memory_reserved(device)) / memory.GIB
     resident = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return {
         "allocated_gib": found.device_allocated if card else None,
         "reserved_gib": found.device_reserved if card else None,
         "host_gib": int(resident.split()[1]) * 1024 / memory.GIB,
         "pinned_gib": found.host_pinned if card else None,
+        "outside_gib": outside,
     }
 
 

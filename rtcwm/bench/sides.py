@@ -12,7 +12,9 @@ from rtcwm.bench import measure, profile
 from rtcwm.bench.command import TwoSides, require
 from rtcwm.bench.measure import Seconds
 from rtcwm.bench.plain import PlainModel
+from rtcwm.bench.traffic import Traffic
 from rtcwm.bench.work import Work
+from rtcwm.engine.base import BaseEngine
 from rtcwm.engine.world import World
 from rtcwm.errors import UserError
 from rtcwm.model.kernels import Kernel, resolve
@@ -28,7 +30,13 @@ class Did:
 
 
 class Runner(ABC):
-    """One side, built and ready."""
+    """One side, built and ready.
+
+    Attributes:
+        base: its base on engines; None on the obvious side.
+    """
+
+    base: BaseEngine | None = None
 
     @abstractmethod
     def step(self) -> Did:
@@ -65,7 +73,7 @@ def check_ranks(world: World, settings: TwoSides) -> None:
 
 def run_side(world: World, name: str, plan: Plan, settings: TwoSides, ceilings: Mapping[str, float | None]) -> dict:
     """Builds a side, takes its steps, lets go of it, and returns its part of the report. A card that is too small is a
-    result, not an error: under "failed"."""
+    result, not an error: under "failed". With other ranks it is an error: they would wait for this one."""
     device = world.device
     world.print(f"{name}: {settings.warmup} + {settings.steps} times")
     needed, done = (sum(works.values(), Work()) for works in (plan.needed, plan.done))
@@ -75,15 +83,52 @@ def run_side(world: World, name: str, plan: Plan, settings: TwoSides, ceilings: 
     try:
         found |= _take_steps(world, plan, settings, ceilings)
     except torch.OutOfMemoryError as error:
+        if world.size > 1:
+            raise
         found |= {"failed": "out of memory", "peak": measure.peaks(device)}
         world.print(f"{name}: {str(error).splitlines()[0]}")
     measure.release(device)
     return found
 
 
+class Shared:
+    """What several ranks make of a side: its base and the gathers of it.
+
+    Args:
+        build_seconds: that the side took to be built.
+    """
+
+    def __init__(self, world: World, base: BaseEngine, build_seconds: float):
+        self.world, self.traffic = world, Traffic(base)
+        began = time.perf_counter()
+        digests = world.gather(base.digest())
+        self.weights = {
+            "digest": digests[0], "equal": len(set(digests)) == 1, "build_seconds": build_seconds,
+            "digest_seconds": time.perf_counter() - began, "shard_group": base.shard_group,
+        }  # fmt: skip
+
+    def report(self, seconds: Seconds) -> dict:
+        """Of the base; of a timed step: what is gathered, and the share of it that computation waited, on the rank that
+        waited longest; and of every rank its seconds and peaks."""
+        steps, total = len(seconds.each), self.traffic.total()
+        mine = {
+            "seconds": seconds.as_dict(), "peak": measure.peaks(self.world.device),
+            "gathers": {key: value / steps for key, value in total.items()},
+            "waited_share": (total["block_waited"] + total["other_waited"]) / sum(seconds.each),
+        }  # fmt: skip
+        ranks = self.world.gather(mine)
+        worst = max(ranks, key=lambda rank: rank["waited_share"])
+        gathers = worst["gathers"] | {"waited_share": worst["waited_share"]}
+        return {"weights": self.weights, "gathers": gathers, "ranks": ranks}
+
+
 def _take_steps(world: World, plan: Plan, settings: TwoSides, ceilings: Mapping[str, float | None]) -> dict:
+    began = time.perf_counter()
     runner, steps, each = plan.start(), [], []
-    for _ in range(settings.warmup + settings.steps):
+    shared = None if runner.base is None else Shared(world, runner.base, time.perf_counter() - began)
+    for turn in range(settings.warmup + settings.steps):
+        if shared and turn == settings.warmup:
+            shared.traffic.start()
         measure.synchronize(world.device)
         began = time.perf_counter()
         steps.append(runner.step())
@@ -95,6 +140,8 @@ def _take_steps(world: World, plan: Plan, settings: TwoSides, ceilings: Mapping[
     found = {"seconds": seconds.as_dict(), "share": _shares(plan, *whole, {"step": seconds}, ceilings)["step"]}
     found |= {"peak": measure.peaks(world.device), "first": steps[0].numbers}
     found["numbers"] = {key: [did.numbers[key] for did in steps] for key in steps[0].numbers}
+    if shared:
+        found |= shared.report(seconds)
     if timed[0].parts:
         parts = {name: Seconds(tuple(did.parts[name] for did in timed)) for name in timed[0].parts}
         shares = _shares(plan, plan.needed, plan.done, parts, ceilings)

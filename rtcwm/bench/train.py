@@ -7,7 +7,7 @@ adapter. Both make the same updates, so their losses have to agree; a speed-up o
 
 from rtcwm.bench import measure, profile, report
 from rtcwm.bench.command import TrainBench
-from rtcwm.bench.inputs import Case, Files, files, shared_settings
+from rtcwm.bench.inputs import Case, Files, rank_files, shared_settings
 from rtcwm.bench.plain import optimizer_of, span_loss, update
 from rtcwm.bench.sides import Did, Plan, Runner, check_ranks, compare, plain_base, run_both, summary
 from rtcwm.bench.work import WHOLE_BLOCKS, span_pairs
@@ -29,7 +29,7 @@ def bench(settings: TrainBench) -> None:
     with program("rtcwm bench train") as world:
         check_ranks(world, settings)
         case = Case.of(settings)
-        with files(case, SPAN_CHUNKS, settings.seed, world.size) as made:
+        with rank_files(world, case, SPAN_CHUNKS, settings.seed) as made:
             result = measured(world, settings, case, prepare(world, train_config(settings, case, made)))
         world.on_main(lambda: report.write(settings.out, result))
         compare(world.device, result, "loss", ROUNDING)
@@ -73,6 +73,7 @@ class OurTraining(Runner):
 
     def __init__(self, world: World, plan: TrainPlan):
         self.trainer = Trainer(world, plan.config, plan)
+        self.base = self.trainer.base
 
     def step(self) -> Did:
         outcome = self.trainer.train_step()

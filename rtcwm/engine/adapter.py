@@ -69,6 +69,11 @@ class AdapterEngine:
         self._micro_steps = 0
         self.updates = 0
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that moments have been parked in."""
+        return self._host.bytes
+
     def backward(self, loss: torch.Tensor) -> None:
         """Adds this micro-step's gradient, a mean over ranks and micro-steps. loss: a scalar with a graph.
 

@@ -232,7 +232,9 @@ def claim(
     ``engines`` are numbers of the JSON files that all ranks must share though they may change on resume. Contents of
     the clips count too: one rank of every node hashes a sample of their bytes (`manifest.clip_hash`).
     """
-    paths = ("out", "clips", "base") + tuple(name for name in vars(config) if name.endswith(("_lora", "_config")))
+    paths = ("out", "clips", "base", "adaln_dir") + tuple(
+        name for name in vars(config) if name.endswith(("_lora", "_config"))
+    )
     decisive = {name: value for name, value in vars(config).items() if name not in paths}
     world.same("settings", decisive | dict(engines))
     world.same("base, clips or samples", identity)
