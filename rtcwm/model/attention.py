@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from rtcwm.model.block import install_forward
 from rtcwm.model.dense import flex, sdpa
-from rtcwm.model.glue import Heads, Rotary, Rotate
+from rtcwm.model.glue import Heads, Rotary, Rotate, apply
 from rtcwm.model.kernels import Kernel, resolve
 from rtcwm.model.masks import Group, Rule, flex_mask_mod, groups
 from rtcwm.model.packing import Layout
@@ -28,7 +28,7 @@ __all__ = ["Attend", "Flex", "Full", "Kernel", "Masked", "Prefix", "Processor", 
 
 def rotate(x: Tensor, rotary: Rotary, compiled: bool = False) -> Tensor:
     """`x` [B, S, H, D] at its positions: (cos, sin) [S, rotated channels] of the model's rope; None leaves it alone."""
-    return x if rotary is None else Rotate.apply(x, *rotary, compiled)
+    return x if rotary is None else apply(Rotate, x, *rotary, compiled)
 
 
 class Attend(ABC):
@@ -149,7 +149,7 @@ class BlockProcessor(Processor):
         self.compiled = kernel.compiled
 
     def _heads(self, attn: MiniMaxH3Attention, qkv: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        return Heads.apply(qkv, attn.norm_q, attn.norm_k, rotary, self.compiled)
+        return apply(Heads, qkv, attn.norm_q, attn.norm_k, rotary, self.compiled)
 
 
 def install(model: MiniMaxH3Transformer3DModel, kernel: Kernel, ffn_rows: int = 0, frozen: bool = True) -> None:

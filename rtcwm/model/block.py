@@ -18,20 +18,20 @@ from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3Transf
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from rtcwm.model.glue import Enter, Gate, Middle, Rotary, SwiGLU, call, frozen, gated, swiglu, swiglu_gradient
-from rtcwm.model.lora import (
+from rtcwm.model.adapted import (
     Joint,
     Later,
     Layer,
     Pending,
     gradients,
-    layer_of,
     low_rank,
     pending,
     product,
     token_like,
     without_graph,
 )
+from rtcwm.model.glue import Enter, Gate, Middle, Rotary, SwiGLU, apply, call, frozen, gated, swiglu, swiglu_gradient
+from rtcwm.model.lora import layer_of
 
 
 def install_forward(block: MiniMaxH3TransformerBlock, compiled: bool, ffn_rows: int) -> None:
@@ -53,9 +53,9 @@ def _forward(
     """Rows ``[B, S, hidden]`` through the block; the arguments are those of diffusers' forward."""
     index = adaln_indices
     shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = block.adaln_proj(temb)
-    residual, normed = Enter.apply(hidden_states, block.norm1, shift, scale, index, compiled)
+    residual, normed = apply(Enter, hidden_states, block.norm1, shift, scale, index, compiled)
     out = block.attn(normed, rotary_emb, attention_mask)
-    residual, normed = Middle.apply(residual, out, gate, block.norm2, ffn_shift, ffn_scale, index, compiled)
+    residual, normed = apply(Middle, residual, out, gate, block.norm2, ffn_shift, ffn_scale, index, compiled)
     out = feed_forward(block.ff, normed, compiled, ffn_rows)
     return _leave(residual, out, ffn_gate, index, compiled)
 
@@ -80,7 +80,7 @@ def feed_forward(ff: nn.Module, x: Tensor, compiled: bool, part: int) -> Pending
     """
     first, second = ff.net[0].proj, ff.net[2]
     if not part:
-        return pending(SwiGLU.apply(first(x), compiled).flatten(0, 1), layer_of(second))
+        return pending(apply(SwiGLU, first(x), compiled).flatten(0, 1), layer_of(second))
     layers, rows = (layer_of(first), layer_of(second)), x.flatten(0, 1)
     frozen(*(layer.weight for layer in layers))
     if isinstance(layers[0], Joint):

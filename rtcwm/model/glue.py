@@ -49,13 +49,25 @@ def compiles(setting: Compile, device: torch.device) -> tuple[bool, str]:
 
 def call(function: Callable, compiled: bool, *args: object) -> object:
     """A pure function of this module on tensors without their graphs, compiled or as it stands."""
-    args = tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in args)
+    args = [arg.detach() if isinstance(arg, Tensor) and arg.requires_grad else arg for arg in args]
     if not compiled:
         return function(*args)
     for arg in args:
         if isinstance(arg, Tensor) and (arg.ndim > 1 or not arg.is_floating_point()):  # a norm's weight has no rows
             torch._dynamo.maybe_mark_dynamic(arg, 1 if arg.ndim > 2 else 0)
     return _compiled(function)(*args)
+
+
+class _Unrecorded:
+    """What an autograd function gets for its context where there is no graph: it keeps no tensor."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        pass
+
+
+def apply(function: type[torch.autograd.Function], *args: object) -> object:
+    """An autograd function of the blocks; without a graph its forward alone, which spares the host half of a call."""
+    return function.apply(*args) if torch.is_grad_enabled() else function.forward(_Unrecorded(), *args)
 
 
 @lru_cache
