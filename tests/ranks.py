@@ -15,9 +15,10 @@ from collections.abc import Callable
 import torch
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["torch", "deepspeed", "rtcwm.engine.base", "rtcwm.engine.adapter", "rtcwm.engine.checkpoint", "rtcwm.model.blocks"]
-)
+# The programs bring torch, DeepSpeed and diffusers. The last one is what DeepSpeed imports as it makes an optimizer: it
+# decorates a function with torch.compile, which takes longer than all else that a small engine does.
+PRELOAD = ["rtcwm.train.train", "rtcwm.train.distill", "deepspeed.runtime.zero.muon.muon_optimizer"]
+CONTEXT.set_forkserver_preload(PRELOAD)
 SECONDS = 180
 
 
@@ -56,13 +57,18 @@ def run_ranks(size: int, function: Callable, *arguments: object, local_size: int
     return [outcomes[rank] for rank in range(size)]
 
 
-def _rank(rank: int, size: int, local_size: int, port: int, results, function: Callable, arguments: tuple) -> None:
+def be_rank(rank: int, size: int, local_size: int, port: int) -> None:
+    """Gives this process the surroundings that a launcher gives a rank."""
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank % local_size),
         "LOCAL_WORLD_SIZE": str(local_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "RTCWM_TIMEOUT_SECONDS": "60",
     }  # fmt: skip
     torch.set_num_threads(1)
+
+
+def _rank(rank: int, size: int, local_size: int, port: int, results, function: Callable, arguments: tuple) -> None:
+    be_rank(rank, size, local_size, port)
     try:
         from rtcwm.engine.world import World
 

@@ -292,13 +292,13 @@ def test_killed_at_a_random_moment_and_resumed_it_ends_bit_for_bit(options, tmp_
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     run(deepspeed("--num_gpus", "2"), MODULE, flags(options, out=whole), tmp_path / "log0")
     delay = random.SystemRandom().uniform(0, 1.5)
-    process = start(deepspeed("--num_gpus", "2"), MODULE, flags(options, out=broken), tmp_path / "log1")
+    process = start(2, MODULE, flags(options, out=broken), tmp_path / "log1")
     while "saved" not in (tmp_path / "log1").read_text():
         assert process.poll() is None, (tmp_path / "log1").read_text()
         time.sleep(0.05)
     time.sleep(delay)
     kill(process)
-    run(deepspeed("--num_gpus", "2"), MODULE, flags(options, out=broken), tmp_path / "log2")
+    run(2, MODULE, flags(options, out=broken), tmp_path / "log2")
     roles = ("critic", "student", "student_ema")
     for role in roles:
         states = [load_file(out / "state" / "step00004" / f"{role}.safetensors") for out in (whole, broken)]
@@ -344,9 +344,9 @@ def test_ranks_that_differ_end_in_a_named_error(options, tmp_path):
 def test_a_teacher_that_changed_is_not_resumed_with(options, tmp_path):
     teacher, out = shutil.copy(options["teacher_lora"], tmp_path / "teacher.safetensors"), tmp_path / "run"
     arguments = options | {"out": out, "teacher_lora": teacher, "iters": 1, "critic_per_gen": 1}
-    run(alone(), MODULE, arguments, tmp_path / "log")
+    run(1, MODULE, arguments, tmp_path / "log")
     shutil.copy(options["critic_lora"], teacher)
-    output = run(alone(), MODULE, arguments, tmp_path / "log2", code=2)
+    output = run(1, MODULE, arguments, tmp_path / "log2", code=2)
     assert "holds a run with other settings" in output and "files:" in output
 
 

@@ -214,7 +214,7 @@ def test_a_run_with_a_table(tmp_path, clips_root, base_config):
         adaln_dir=tmp_path / "tables",
     )  # fmt: skip
     outs = [tmp_path / name for name in "ab"]
-    said = [launch.run(launch.alone(), TRAIN, arguments | {"out": out}, tmp_path / "log") for out in outs]
+    said = [launch.run(1, TRAIN, arguments | {"out": out}, tmp_path / "log") for out in outs]
     assert "18 model times computed" in said[0] and "noise levels: multiples of 1/16" in said[0]
     assert "times computed" not in said[1]
     assert launch.numbers(outs[0]) == launch.numbers(outs[1])

@@ -72,31 +72,31 @@ def test_a_run_leaves_what_it_promises(whole, settings):
 def test_killed_at_a_random_moment_and_resumed_it_ends_bit_for_bit(whole, settings, tmp_path):
     arguments, log = settings | {"out": tmp_path / "run"}, tmp_path / "log"
     delay = random.SystemRandom().uniform(0, 1.5)
-    process = start(deepspeed("--num_gpus", "2"), MODULE, arguments, log)
+    process = start(2, MODULE, arguments, log)
     while "saved" not in log.read_text():
         assert process.poll() is None, log.read_text()
         time.sleep(0.05)
     time.sleep(delay)
     kill(process)
-    output = run(deepspeed("--num_gpus", "2"), MODULE, arguments, tmp_path / "log2")
+    output = run(2, MODULE, arguments, tmp_path / "log2")
     assert "resumed from" in output, f"killed {delay:.3f} s after the first checkpoint"
     expected, found = final_state(whole), final_state(tmp_path / "run")
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected), f"killed after {delay:.3f} s"
     assert numbers(whole) == numbers(tmp_path / "run")
-    again = run(alone(), MODULE, arguments, tmp_path / "log3")
+    again = run(1, MODULE, arguments, tmp_path / "log3")
     assert "finished already" in again and numbers(whole) == numbers(tmp_path / "run")
 
 
 def test_resumed_on_one_rank_it_ends_the_same(whole, settings, tmp_path):
-    """One process, started alone, accumulates what two ranks did in a step. The newest checkpoint is damaged first."""
+    """One process accumulates what two ranks did in a step. The newest checkpoint is damaged first."""
     out = shutil.copytree(whole, tmp_path / "run")
     damaged = out / "state" / "step00008" / "adapter.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-10])
     accumulate = tmp_path / "adapter.json"
     shipped = json.loads((Path(__file__).parents[1] / "ds_configs" / "adapter.json").read_text())
     accumulate.write_text(json.dumps(shipped | {"gradient_accumulation_steps": 2}))
-    output = run(alone(), MODULE, settings | {"out": out, "adapter_config": accumulate}, tmp_path / "log")
+    output = run(1, MODULE, settings | {"out": out, "adapter_config": accumulate}, tmp_path / "log")
     assert "step00008 is damaged" in output and "resumed from" in output and "world: 1 ranks" in output
     expected, found = final_state(whole), final_state(out)
     for name in expected:
@@ -155,7 +155,7 @@ def test_what_is_offloaded_is_said_once(settings, tmp_path):
     config = tmp_path / "base.json"
     config.write_text('{"activation_checkpointing": {"cpu_checkpointing": true}}')
     arguments = settings | {"out": tmp_path / "run", "base_config": config, "steps": 2, "val_clips": 0}
-    output = run(alone(), MODULE, arguments, tmp_path / "log")
+    output = run(1, MODULE, arguments, tmp_path / "log")
     (rows_a_span,) = re.findall(r"rows a span: ([\d,]+)", output)
     moved = 2 * int(rows_a_span.replace(",", "")) * 48 * 4  # inputs of two blocks, 48 wide, fp32
     assert output.count("activation offload:") == 1 and f"activation offload: {moved:,} bytes" in output
@@ -297,7 +297,7 @@ def test_bad_input_is_refused_before_anything_heavy(clips_root, base_config, tmp
 
 
 def test_another_run_in_the_same_folder(whole, settings, tmp_path):
-    output = run(alone(), MODULE, settings | {"out": whole, "lr": 1e-3}, tmp_path / "log", code=2)
+    output = run(1, MODULE, settings | {"out": whole, "lr": 1e-3}, tmp_path / "log", code=2)
     assert "lr: 0.002 there, 0.001 now" in output and "Traceback" not in output
 
 
@@ -315,7 +315,7 @@ def broken_clips(clips_root: Path, target: Path) -> str:
 def test_what_one_rank_alone_finds_is_said(clips_root, base_config, tmp_path):
     arguments = {"out": tmp_path / "run", "clips": broken_clips(clips_root, tmp_path / "clips"), "base": base_config,
                  "val_clips": 0, "steps": 2}  # fmt: skip
-    output = run(deepspeed("--num_gpus", "2"), MODULE, arguments, tmp_path / "log", code=2)
+    output = run(2, MODULE, arguments, tmp_path / "log", code=2)
     assert "error: rank" in output and "are not finite: encode the clip again" in output
 
 
@@ -329,7 +329,7 @@ def test_clips_that_changed_are_not_resumed_on(whole, settings, clips_root, tmp_
     tensors = load_file(stream)
     tensors["video"] = -tensors["video"]
     save_file(tensors, stream)
-    output = run(alone(), MODULE, settings | {"out": out, "clips": clips}, tmp_path / "log", code=2)
+    output = run(1, MODULE, settings | {"out": out, "clips": clips}, tmp_path / "log", code=2)
     assert "contents:" in output and "holds a run with other settings" in output
 
 
@@ -338,7 +338,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(whole, sett
     for state in (out / "state").glob("*/state.json"):
         state.write_text("{")
     before = sorted(path.name for path in out.iterdir())
-    output = run(alone(), MODULE, settings | {"out": out}, tmp_path / "log", code=2)
+    output = run(1, MODULE, settings | {"out": out}, tmp_path / "log", code=2)
     assert "every checkpoint in" in output and sorted(path.name for path in out.iterdir()) == before
 
 
@@ -348,6 +348,6 @@ def test_an_adapter_with_nan_is_refused(clips_root, base_config, tmp_path):
     tensors["lora_unet_blocks_0_mlp_fc2.lora_up.weight"][0, 0] = float("nan")
     save_file(tensors, path)
     arguments = {"out": tmp_path / "run", "clips": clips_root, "base": base_config, "init_lora": path, "steps": 1}
-    output = run(alone(), MODULE, arguments, tmp_path / "log", code=2)
+    output = run(1, MODULE, arguments, tmp_path / "log", code=2)
     assert "lora_up.weight holds non-finite values" in output and "Traceback" not in output
     assert not (tmp_path / "run").exists()
