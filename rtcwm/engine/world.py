@@ -67,7 +67,7 @@ class World:
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
             os.environ.setdefault(name, value)
         if "MASTER_PORT" not in os.environ:
-            os.environ["MASTER_PORT"] = str(_free_port())
+            os.environ["MASTER_PORT"] = str(free_port())
         rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         # The DeepSpeed launcher names ranks of a node LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE.
         local_size = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or size)
@@ -274,7 +274,8 @@ def _option(words: list[str], names: tuple[str, ...]) -> str | None:
     return None
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nothing listens on at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
