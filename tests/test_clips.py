@@ -336,6 +336,6 @@ def test_hashing_reads_a_few_kilobytes_a_file(tmp_path, monkeypatch):
 
 def test_progress_in_a_log_is_ten_lines(capsys):
     for done in range(1, 101):
-        make.progress(done, 100, 2.0 * done)
+        make.show_progress(done, 100, 2.0 * done)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 10 and lines[4] == "world: 50/100 clips, 100 s, 100 s left"

@@ -10,9 +10,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rtcwm.engine.checkpoint import find_fault, replace_file, replace_folder
 from rtcwm.errors import UserError
+from rtcwm.progress import duration
 from rtcwm.train.config import TrainConfig
 from rtcwm.train.folder import RunFolder
-from rtcwm.train.record import Clock, Record, duration, keep_steps
+from rtcwm.train.record import Clock, Record, keep_steps
 
 
 def fill(record: Record, steps: range) -> None:

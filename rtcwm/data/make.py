@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rtcwm import progress
 from rtcwm.data import duv, manifest
 from rtcwm.data.clips import Clip, Start, clip_folders, open_clips, write_clip
 from rtcwm.data.codec import TEXT_ENCODER, embed_text, load_codec
@@ -180,7 +181,7 @@ def write_world(
         file=sys.stderr,
     )
     for done, _ in enumerate(spread(out, settings, todo, processes), start=1):
-        progress(done, len(todo), time.monotonic() - started)
+        show_progress(done, len(todo), time.monotonic() - started)
     content["clips"] = {clip_id: manifest.clip_hash(out / clip_id) for clip_id, _, _ in names}
     manifest.write(out, content)
     return open_clips(out)
@@ -229,10 +230,6 @@ def spread(out: Path, settings: Settings, todo: list[tuple[str, int, int]], proc
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def progress(done: int, total: int, seconds: float) -> None:
-    """One line on stderr: rewritten on a terminal, ten lines in a log."""
-    text = f"world: {done}/{total} clips, {seconds:.0f} s, {seconds / done * (total - done):.0f} s left"
-    if sys.stderr.isatty():
-        print(f"\r{text:60}", end="\n" if done == total else "", file=sys.stderr, flush=True)
-    elif done == total or done % -(-total // 10) == 0:
-        print(text, file=sys.stderr, flush=True)
+def show_progress(done: int, total: int, seconds: float) -> None:
+    left = seconds / done * (total - done)
+    progress.show(f"world: {done}/{total} clips, {seconds:.0f} s, {left:.0f} s left", done, total, lines=10)

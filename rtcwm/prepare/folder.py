@@ -5,7 +5,6 @@ again. Folders are written aside and renamed, so a killed preparation leaves hid
 removes.
 """
 
-import fcntl
 import hashlib
 import json
 import shutil
@@ -17,6 +16,7 @@ from rtcwm.data import manifest
 from rtcwm.data.clips import clip_folders, read_clip
 from rtcwm.data.headers import DESCRIPTION
 from rtcwm.errors import UserError
+from rtcwm.lock import Locked, lock
 from rtcwm.prepare.jobs import Models
 from rtcwm.prepare.settings import Settings
 from rtcwm.prepare.sources import Source
@@ -35,18 +35,15 @@ def open_folder(out: Path) -> TextIO:
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
-        lock = (out / LOCK).open("a+")
+        held = lock(out / LOCK)
     except OSError as fault:
         raise UserError(f"cannot make or write --out {out}: {fault}; name a folder that can be written") from fault
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as fault:
-        lock.close()
+    except Locked as fault:
         raise UserError(
             f"another preparation is at work in --out {out}: wait for it, or choose another folder"
         ) from fault
     sweep(out)
-    return lock
+    return held
 
 
 def sweep(out: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rtcwm import progress
 from rtcwm.prepare.sources import Refusal
 
 NAME = "prepare_report.json"
@@ -71,15 +72,5 @@ class Progress:
         self.done, self.share = self.done + 1, self.share + self.weights[clip]
         seconds, total = time.monotonic() - self.started, len(self.weights)
         left = seconds / max(self.share, 1) * (sum(self.weights.values()) - self.share)
-        text = f"prepare: {self.done}/{total} clips, {clock(seconds)}, {clock(left)} left"
-        if sys.stderr.isatty():
-            print(f"\r{text:70}", end="\n" if self.done == total else "", file=sys.stderr, flush=True)
-        elif self.done == total or self.done % -(-total // 20) == 0:
-            print(text, file=sys.stderr, flush=True)
-
-
-def clock(seconds: float) -> str:
-    """`1:02:03` or `2:03`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+        text = f"prepare: {self.done}/{total} clips, {progress.duration(seconds)}, {progress.duration(left)} left"
+        progress.show(text, self.done, total)

@@ -18,7 +18,7 @@ from rtcwm.model.attention import Attend, Rotary, rotate
 from rtcwm.model.blocks import Run, call, dtype_of, embed, run_blocks, time_embedding
 from rtcwm.model.kernels import Kernel
 from rtcwm.model.layout import CHUNK_LATENTS, MODALITIES, REFERENCE_TIME
-from rtcwm.model.objectives import add_noise, clean_from_velocity, model_time, velocity
+from rtcwm.model.objectives import clean_from_velocity, model_time, velocity
 from rtcwm.model.packing import Layout, Window, row_times, unpatchify
 from rtcwm.model.schedule import euler, schedule
 from rtcwm.train.bank import Bank, Draw
@@ -85,13 +85,7 @@ def noised(window: Window, noise: SpanNoise, sigma: Tensor) -> Window:
     """The windows as the network sees them: targets at their levels ``sigma [B]``, visual references noised to theirs,
     which the stock rule puts at model time max(t, 0.999)."""
     sigma = sigma.view(-1, 1, 1, 1, 1)
-    reference = sigma.clamp(max=1 - REFERENCE_TIME)
-    return replace(
-        window,
-        video=add_noise(window.video, noise.video, sigma),
-        proxy=add_noise(window.proxy, noise.proxy, reference),
-        picture1=add_noise(window.picture1, noise.picture1, reference),
-    )
+    return noise.on(window, sigma, sigma.clamp(max=1 - REFERENCE_TIME))
 
 
 def window_losses(

@@ -138,8 +138,8 @@ class DistillConfig(RunConfig):
     )
     joint_scores: Literal["auto", "on", "off"] = option(
         "auto",
-        "score with teacher and critic in one pass over the base, each on a copy of the batch; auto: where ranks share the "
-        "base or it is in host memory",
+        "score with teacher and critic in one pass over the base, each on a copy of the batch; auto: where blocks of the "
+        "base are fetched, and a window of under 10,000 rows does not hide that",
     )
     ema: float = option(0.0, "decay of the student's running mean, saved as student_ema_iter files; 0: none")
     gen_lr: float = option(2e-6, "the student's learning rate")

@@ -1,6 +1,5 @@
 """The folder of a run, ``--out``: what it was started with, and what others load from it."""
 
-import fcntl
 import json
 import os
 from dataclasses import asdict
@@ -8,12 +7,14 @@ from pathlib import Path
 
 from rtcwm.engine.checkpoint import replace_file
 from rtcwm.errors import UserError
+from rtcwm.lock import Locked, lock
 from rtcwm.model.adapter_files import file_shape, save_adapter
 from rtcwm.model.lora import Adapter
 
 MAY_CHANGE = (
     "out", "save_every", "val_every", "max_skips", "attn", "compile", "adaln_dir", "joint_scores", "base_config",
-    "adapter_config", "student_config", "critic_config", "clips", "base", "init_lora", "student_lora", "teacher_lora", "critic_lora",
+    "adapter_config", "student_config", "critic_config", "clips", "base", "init_lora", "student_lora", "teacher_lora",
+    "critic_lora",
 )  # fmt: skip
 """Settings that a resumed run may change: they alter neither the data nor what is optimised. Files may move, since the
 identity holds what is in them; of the adapter engines' files it holds all but the accumulation, which may change with
@@ -39,23 +40,15 @@ class RunFolder:
         Raises:
             UserError: one is in it.
         """
-        lock = (self.path / ".lock").open("a+")
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            lock.seek(0)
-            holder = lock.read().strip()
-            lock.close()
-            if holder == str(os.getpid()):
+            LOCKS.append(lock(self.path / ".lock"))
+        except Locked as other:
+            if other.holder == str(os.getpid()):
                 return
             raise UserError(
-                f"process {holder or '(unknown)'} is working in --out {self.path}: wait for it, end it (ranks may "
-                "outlive a killed launcher), or choose another folder"
-            ) from error
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        LOCKS.append(lock)
+                f"process {other.holder or '(unknown)'} is working in --out {self.path}: wait for it, end it (ranks "
+                "may outlive a killed launcher), or choose another folder"
+            ) from other
 
     def claim(self, settings: object, identity: dict) -> bool:
         """Records the run's settings, or holds them against those recorded.

@@ -15,9 +15,10 @@ from rtcwm.engine.checkpoint import Checkpoints
 from rtcwm.engine.memory import peak_gib
 from rtcwm.engine.world import World
 from rtcwm.errors import UserError
+from rtcwm.progress import duration
 from rtcwm.train.folder import RunFolder
 from rtcwm.train.order import EpochSampler
-from rtcwm.train.record import Clock, Record, duration
+from rtcwm.train.record import Clock, Record
 
 LOG = "train_log.jsonl"
 

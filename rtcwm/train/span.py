@@ -39,6 +39,16 @@ class SpanNoise:
 
         return cls(like(window.video), like(window.proxy), like(window.picture1))
 
+    def on(self, window: Window, sigma: torch.Tensor | float, reference: torch.Tensor | float) -> Window:
+        """The window with this noise: its target at ``sigma``, its visual references at ``reference``; numbers, or
+        tensors that go with ``[B, 24, T, h, w]``."""
+        return replace(
+            window,
+            video=add_noise(window.video, self.video, sigma),
+            proxy=add_noise(window.proxy, self.proxy, reference),
+            picture1=add_noise(window.picture1, self.picture1, reference),
+        )
+
     def to(self, device: torch.device) -> "SpanNoise":
         return SpanNoise(self.video.to(device), self.proxy.to(device), self.picture1.to(device))
 
@@ -70,13 +80,7 @@ def stack(windows: Sequence[Window]) -> Window:
 def noised(window: Window, noise: SpanNoise, sigma: torch.Tensor) -> Window:
     """The window as the network sees it: target chunks at their levels ``sigma [chunks]``, visual references at theirs
     (model time 0.999: the release really noises them)."""
-    reference = 1 - REFERENCE_TIME
-    return replace(
-        window,
-        video=add_noise(window.video, noise.video, per_latent(sigma, CHUNK_LATENTS)),
-        proxy=add_noise(window.proxy, noise.proxy, reference),
-        picture1=add_noise(window.picture1, noise.picture1, reference),
-    )
+    return noise.on(window, per_latent(sigma, CHUNK_LATENTS), 1 - REFERENCE_TIME)
 
 
 def span_losses(

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from rtcwm.engine.checkpoint import replace_file
 from rtcwm.errors import UserError
+from rtcwm.progress import duration
 from rtcwm.train.config import learning_rate
-from rtcwm.train.record import Record, duration
+from rtcwm.train.record import Record
 
 AVERAGE_WARMUP = 10  # the average of n steps forgets with (1 + n) / (10 + n) until that reaches its decay
 STATE = "state.pt"

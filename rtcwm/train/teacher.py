@@ -27,7 +27,6 @@ from rtcwm.model.layout import (
     frames_of,
 )
 from rtcwm.model.masks import Rule
-from rtcwm.model.objectives import add_noise
 from rtcwm.model.packing import Window
 from rtcwm.train.dataset import silence
 from rtcwm.train.span import SpanNoise
@@ -111,12 +110,7 @@ class Teacher:
         released = self.kind == "released"
         # The stock rule keeps visual references at model time max(t, 0.999), and they really are that noisy.
         reference = min(sigma, 1 - REFERENCE_TIME) if released else 1 - REFERENCE_TIME
-        noisy = replace(
-            window,
-            video=add_noise(window.video, noise.video, sigma),
-            proxy=add_noise(window.proxy, noise.proxy, reference),
-            picture1=add_noise(window.picture1, noise.picture1, reference),
-        )
+        noisy = noise.on(window, sigma, reference)
         layout = window.layout(stream=not released)
         attend = None if released else make_attend(self.kernel, layout, self.rule)
         time = torch.tensor(1 - sigma)
