@@ -57,14 +57,22 @@ def reset_peaks(device: torch.device) -> None:
         torch.cuda.reset_peak_host_memory_stats()
 
 
+def room_for_tensors(world: World, gib: float | None) -> int | None:
+    """Bytes of this rank's card that torch's allocator may take, under a limit if there is one; None on the CPU."""
+    if world.device.type != "cuda":
+        return None
+    total = torch.cuda.get_device_properties(world.device).total_memory
+    room = total - (NCCL_HEADROOM_BYTES if world.size > 1 else 0)
+    return room if gib is None else int(min(gib * GIB, room))
+
+
 def limit_memory(world: World, gib: float | None) -> None:
     """Caps torch's allocator on this rank's card, so that what needs more fails as it would on a smaller card. None, or
     more than the card has, changes nothing, and so does any limit on the CPU."""
     if gib is None or world.device.type != "cuda":
         return
     total = torch.cuda.get_device_properties(world.device).total_memory
-    room = total - (NCCL_HEADROOM_BYTES if world.size > 1 else 0)
-    torch.cuda.set_per_process_memory_fraction(min(gib * GIB, room) / total, world.device)
+    torch.cuda.set_per_process_memory_fraction(room_for_tensors(world, gib) / total, world.device)
 
 
 def resident_gib(device: torch.device) -> float:

@@ -18,7 +18,7 @@ steps and the forward that fills the cache), 3% of a rollout, for a second windo
 chunks (60.1 GiB) and the base that fits no card of 141 GB, so it is not done.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -234,10 +234,22 @@ def rollout_memory(
     batch: int = 1,
 ) -> RolloutMemory:
     """What a rollout of `chunks` chunks must hold; `layout` is any stream layout of its geometry and conditions."""
-    config = model.config
+    dtype = dtype_of(model.transformer_blocks[0])
+    return rollout_bytes(model.config, dtype, layout, chunks, graph_chunks, kv_reuse, batch)
+
+
+def rollout_bytes(
+    config: Mapping,
+    dtype: torch.dtype,
+    layout: Layout,
+    chunks: int,
+    graph_chunks: Collection[int],
+    kv_reuse: bool,
+    batch: int = 1,
+) -> RolloutMemory:
+    """`rollout_memory` from the config of a base whose blocks are of this dtype."""
     inner = config["num_attention_heads"] * config["attention_head_dim"]
-    block = model.transformer_blocks[0]
-    row = batch * config["num_layers"] * dtype_of(block).itemsize
+    row = batch * config["num_layers"] * dtype.itemsize
     rows = {STATIC: layout.static, PROXY: layout.proxy_chunk, TARGET: layout.target_chunk}
 
     def size(pieces: set[tuple[int, int, int]]) -> int:

@@ -77,10 +77,9 @@ class Distiller(Loop):
         self.run_student, self.run_critic = runner(self.student.adapter), runner(self.critic.adapter)
         # Graphs of a rollout live as long as its keys and values do, and a chunk has a tenth of a window's attention.
         self.run_graph = runner(self.student.adapter, save_attention=False)
-        joint = config.joint_scores == "on" or (config.joint_scores == "auto" and not self.base.whole)
         scorers = (self.teacher_adapter, self.critic.adapter)
         # Who scores in which pass over the base.
-        self.run_scores = [(runner(*scorers), 2)] if joint else [(runner(scorer), 1) for scorer in scorers]
+        self.run_scores = [(runner(*scorers), 2)] if plan.joint else [(runner(scorer), 1) for scorer in scorers]
         self.clips_root = plan.starts[0][0].path.parent
         self.teacher = Teacher(
             self.base.model,
@@ -119,6 +118,7 @@ class Distiller(Loop):
             del latents
             self.student.unpark()
             updated = self.student.step(self._warm(self.config.gen_lr))
+            self.student.park()  # until its next step
             if self.average and not updated.skipped:
                 self.average.update(self.student.updates)
         with self._timed("critic"):

@@ -5,25 +5,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rtcwm.data.clips import Clip
+from rtcwm.engine.memory import room_for_tensors
 from rtcwm.engine.settings import AdapterSettings, read_adapter_settings, shipped_config
 from rtcwm.engine.world import World
 from rtcwm.errors import UserError
-from rtcwm.model.adapter_files import read_metadata
-from rtcwm.model.layout import SPAN_CHUNKS
-from rtcwm.model.loading import BaseSource
+from rtcwm.model.adapter_reader import open_adapter
 from rtcwm.model.lora import Adapter, AdapterShape
 from rtcwm.model.sampler import SamplerConfig
 from rtcwm.train import preflight
 from rtcwm.train.config import DistillConfig, require
 from rtcwm.train.dataset import EpochSampler, hold_out
+from rtcwm.train.distill_adapters import check_adapters, level_shift
+from rtcwm.train.distill_needs import distill_needs
+from rtcwm.train.memory import check
 from rtcwm.train.preflight import Inputs
 from rtcwm.train.teacher import window_chunks
-
-DF_LEVEL_SHIFT = 3.0
-"""Shift of the levels of diffusion forcing, where a student's file does not tell it."""
-
-CAUSAL_OBJECTIVES = ("df", "tf", "dmd")
-"""Objectives of adapters that know the causal layout alone."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +30,7 @@ class DistillPlan:
         level_shift: of the noise levels that the student's held-out loss is measured at: those it was trained with.
         starts: (clip, start frame) whose longest rollout lies in training chunks; too_short: clips without one.
         teacher_lora, critic_lora: the files of the teacher and of the critic's start, or None.
+        joint: teacher and critic score in one pass; memory: lines on what a card has to hold.
     """
 
     config: DistillConfig
@@ -48,6 +45,8 @@ class DistillPlan:
     starts: tuple[tuple[Clip, int], ...]
     held_out: tuple[Clip, ...]
     too_short: tuple[str, ...]
+    joint: bool
+    memory: tuple[str, ...]
 
     def lines(self) -> list[str]:
         """What is printed before the first iteration."""
@@ -142,12 +141,12 @@ def _check_cheap(world: World, config: DistillConfig):
         f"--grad-chunks {config.grad_chunks} is over the {window} chunks of a {config.teacher_kind} teacher's window: "
         "chunks outside of it would get no gradient; set at most that many",
     )
-    _check_adapters(config, checked[0], None)
+    check_adapters(config, checked[0], None)
     return checked
 
 
 def _plan(config: DistillConfig, inputs: Inputs) -> DistillPlan:
-    student_shape, teacher_lora, critic_lora = _check_adapters(config, inputs.source, inputs.codec_hash)
+    student_shape, teacher_lora, critic_lora = check_adapters(config, inputs.source, inputs.codec_hash)
     episodes = hold_out(inputs.clips, config.val_clips, config.seed)
     training = [clip for clip in inputs.clips if clip.episode not in episodes]
     starts = tuple((clip, start) for clip in training for start in rollout_starts(clip, config.max_chunks))
@@ -161,19 +160,29 @@ def _plan(config: DistillConfig, inputs: Inputs) -> DistillPlan:
             f"{longest.chunks} chunks. Lower --max-chunks or prepare longer clips"
         )
     EpochSampler(len(starts), inputs.world.size, config.seed)  # fewer start frames than ranks: an error now
+    engines = _adapter_settings(config.student_config), _adapter_settings(config.critic_config)
+    of_files = (
+        open_adapter(Path(path)).shape(inputs.source.config) if path else None for path in (teacher_lora, critic_lora)
+    )
+    teacher_shape, critic_shape = of_files
+    shapes = student_shape, teacher_shape, critic_shape or teacher_shape or student_shape
+    needs = distill_needs(config, inputs, shapes, engines)
+    memory = check(needs, room_for_tensors(inputs.world, inputs.base_settings.memory_limit_gib))
     return DistillPlan(
         config=config,
         inputs=inputs,
         sampler=_sampler(config),
-        student_settings=_adapter_settings(config.student_config),
-        critic_settings=_adapter_settings(config.critic_config),
+        student_settings=engines[0],
+        critic_settings=engines[1],
         student_shape=student_shape,
         teacher_lora=teacher_lora,
         critic_lora=critic_lora,
-        level_shift=_level_shift(config.student_lora),
+        level_shift=level_shift(config.student_lora),
         starts=starts,
         held_out=tuple(clip for clip in inputs.clips if clip.episode in episodes),
         too_short=too_short,
+        joint=needs.joint,
+        memory=tuple(memory),
     )
 
 
@@ -202,106 +211,3 @@ def _adapter_settings(config: str | None) -> AdapterSettings:
             "rollout a rank: set 1"
         )
     return settings
-
-
-def _check_adapters(
-    config: DistillConfig, source: BaseSource, codec: str | None
-) -> tuple[AdapterShape, str | None, str | None]:
-    """Student, teacher and critic against the base and each other; returns the student's shape and the files of the
-    teacher and of the critic's start."""
-    student = read_metadata(Path(config.student_lora))
-    distilled = student.get("objective") == "dmd"
-    schedule = {"steps": str(config.steps), "shift": str(config.shift), "history": config.rollout_history}
-    shape = preflight.check_adapter(
-        config.student_lora, source, codec=codec, span=str(SPAN_CHUNKS), mask_rule=config.mask_rule,
-        picture1=config.picture1, **(schedule if distilled else {}),
-    )  # fmt: skip
-    if student.get("objective") == "critic":
-        raise UserError(f"--student-lora {config.student_lora} is a critic; name the student_iter file beside it")
-    if student.get("objective") == "released" or student.get("text_time", "pinned") != "pinned":
-        raise UserError(
-            f"--student-lora {config.student_lora} is a bidirectional adapter; the student starts from one that "
-            "diffusion forcing (rtcwm.train.train) made of it"
-        )
-    teacher = _check_teacher(config, source, codec)
-    critic = config.critic_lora or (_pair(config.student_lora) if distilled else None)
-    if critic:
-        released = {"teacher_picture1": config.teacher_picture1} if config.teacher_kind == "released" else {}
-        layout = _causal_layout(config)
-        preflight.check_adapter(critic, source, codec=codec, teacher_kind=config.teacher_kind, **layout, **released)
-        objective = read_metadata(Path(critic)).get("objective")
-        if config.teacher_kind == "causal" and objective not in ("critic", *CAUSAL_OBJECTIVES):
-            raise UserError(
-                f"--critic-lora {critic} was not trained causally ({objective}) and cannot score a causal teacher's "
-                "span; start the critic from the teacher's adapter"
-            )
-        if objective == "dmd":
-            raise UserError(
-                f"--critic-lora {critic} is a student; the critic starts from a critic_iter file or the teacher's"
-            )
-        if objective in CAUSAL_OBJECTIVES and config.teacher_kind == "released":
-            raise UserError(
-                f"--critic-lora {critic} was trained causally ({objective}) and cannot score a released teacher's "
-                "bidirectional window; start the critic from the teacher's adapter or set --teacher-kind causal"
-            )
-    return shape, teacher, critic
-
-
-def _check_teacher(config: DistillConfig, source: BaseSource, codec: str | None) -> str | None:
-    """The teacher's file, checked. On a base of the user's own it has to be named: a default would distil from the
-    wrong model without a word."""
-    path = preflight.adapter_path(config.teacher_lora, config.base, default="")
-    if path == "":
-        raise UserError("--teacher-lora is required on this --base: the released adapter, or 'none' for the base alone")
-    if path is None:
-        return None
-    preflight.check_adapter(path, source, codec=codec, **_causal_layout(config))
-    objective = read_metadata(Path(path)).get("objective")
-    if objective == "critic":
-        raise UserError(
-            f"--teacher-lora {path} is a critic, the score of a student's samples; name a teacher's adapter"
-        )
-    if config.teacher_kind == "causal" and objective not in CAUSAL_OBJECTIVES:
-        raise UserError(
-            f"--teacher-lora {path} was not trained causally ({objective}); a causal teacher is an adapter of "
-            "rtcwm.train.train: name one with --teacher-lora"
-        )
-    if objective in CAUSAL_OBJECTIVES and config.teacher_kind == "released":
-        raise UserError(
-            f"--teacher-lora {path} was trained causally ({objective}); a released teacher sees 37 latents "
-            "in both directions. Set --teacher-kind causal, or name the released adapter"
-        )
-    return path
-
-
-def _level_shift(student: str) -> float:
-    metadata = read_metadata(Path(student))
-    return float(metadata["shift"]) if metadata.get("objective") in ("df", "tf") else DF_LEVEL_SHIFT
-
-
-def _causal_layout(config: DistillConfig) -> dict[str, str]:
-    """What the files of a causal teacher and its critic have to agree on with the run."""
-    if config.teacher_kind != "causal":
-        return {}
-    return {"span": str(SPAN_CHUNKS), "mask_rule": config.mask_rule, "picture1": config.picture1}
-
-
-def _pair(student: str) -> str:
-    """The critic that was saved with a distilled student.
-
-    Raises:
-        UserError: it is not there.
-    """
-    path = Path(student)
-    pair = path.with_name(path.name.replace("student_", "critic_", 1))
-    if pair == path:
-        raise UserError(
-            f"--student-lora {student} was distilled together with a critic, and its name does not tell the critic's "
-            "(student_iter00200 goes with critic_iter00200): name it with --critic-lora"
-        )
-    if not pair.is_file():
-        raise UserError(
-            f"--student-lora {student} was distilled together with a critic, and {pair.name} is not beside it: copy it "
-            "there, or name one with --critic-lora"
-        )
-    return str(pair)

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from rtcwm import __version__
 from rtcwm.data.clips import Clip, open_clips
 from rtcwm.data.codec import TEXT_DIM, load_codec
@@ -31,6 +33,7 @@ from rtcwm.model.kernels import Kernel, resolve
 from rtcwm.model.layout import SPAN_CHUNKS
 from rtcwm.model.loading import BaseSource, embedded_adapter, open_base
 from rtcwm.model.lora import Adapter, AdapterShape
+from rtcwm.model.packing import Layout, Window
 from rtcwm.train.adaln import level_grid
 from rtcwm.train.config import RunConfig, require
 from rtcwm.train.dataset import load_window, start_frames
@@ -46,7 +49,7 @@ class Inputs:
 
     Attributes:
         clips: of training and validation; codec_hash: of all of them.
-        rows: rows of a packed six-chunk span (of the first clip).
+        span: of six chunks, the first of the first clip: what sizes are read from.
         grid: steps of the grid that noise levels are drawn on; None: any level, AdaLN is computed live.
     """
 
@@ -56,8 +59,13 @@ class Inputs:
     kernel: Kernel
     clips: Sequence[Clip]
     codec_hash: str
-    rows: int
+    span: Window
     grid: int | None
+
+    @property
+    def layout(self) -> Layout:
+        """Of a six-chunk span, in stream order."""
+        return self.span.layout(stream=True)
 
     def lines(self) -> list[str]:
         """What is printed of them before the first step."""
@@ -66,10 +74,19 @@ class Inputs:
             f"base: {self.source.description}, {self.source.fingerprint}",
             f"world: {world.size} ranks, {world.local_size} on this node, {world.device.type}; "
             f"shard group: {shard_group_size(world, self.base_settings)}",
-            f"rows a span: {self.rows:,} (first clip)",
+            f"rows a span: {self.layout.rows:,} (first clip)",
             self.kernel.why,
             f"noise levels: {'any, AdaLN is computed live' if self.grid is None else f'multiples of 1/{self.grid}'}",
         ]
+
+    def needs(self, batch: int) -> dict:
+        """What both programs' needs of memory have in common, see `rtcwm.train.memory`."""
+        world, settings = self.world, self.base_settings
+        return {
+            "config": self.source.config, "dtype": torch.float32 if world.device.type == "cpu" else torch.bfloat16,
+            "table": self.grid is not None, "shard": shard_group_size(world, settings), "ranks": world.size,
+            "settings": settings, "layout": self.layout, "batch": batch,
+        }  # fmt: skip
 
     def metadata(self, mask_rule: str, picture1: str) -> dict[str, str]:
         """What every adapter file of a run says of its inputs."""
@@ -154,8 +171,7 @@ def read_inputs(
             f"clip {first.id} has text of width {width}, the base takes {source.config['text_dim']}: the clips were "
             "prepared with another text encoder than this base's"
         )
-    rows, grid = window.layout(stream=True).rows, level_grid(config, source)
-    return Inputs(world, source, settings, kernel, clips, codec["hash"], rows, grid)
+    return Inputs(world, source, settings, kernel, clips, codec["hash"], window, level_grid(config, source))
 
 
 def adapter_path(name: str | None, base: str, default: str) -> str | None:

@@ -4,12 +4,14 @@ import json
 from dataclasses import asdict, dataclass
 
 from rtcwm.data.clips import Clip
+from rtcwm.engine.memory import room_for_tensors
 from rtcwm.engine.settings import AdapterSettings
 from rtcwm.engine.world import World
 from rtcwm.model.lora import Adapter, AdapterShape
 from rtcwm.train import preflight
 from rtcwm.train.config import TrainConfig
 from rtcwm.train.dataset import EpochSampler, list_samples
+from rtcwm.train.memory import TrainNeeds, check
 from rtcwm.train.order import permutation
 from rtcwm.train.preflight import Inputs
 
@@ -22,7 +24,7 @@ class TrainPlan:
         init_lora: the adapter file to start from, or None for a new one.
         samples: (clip, first chunk of the span); held_out: clips kept from training; dropped: spans left out, by
             reason.
-        steps: planned optimizer steps.
+        steps: planned optimizer steps; memory: lines on what a card has to hold.
     """
 
     config: TrainConfig
@@ -34,6 +36,7 @@ class TrainPlan:
     held_out: tuple[Clip, ...]
     dropped: dict[str, int]
     steps: int
+    memory: tuple[str, ...]
 
     def lines(self, steps: int) -> list[str]:
         """What is printed before the first step. steps: of the whole run, which a resumed one keeps on other ranks."""
@@ -51,6 +54,7 @@ class TrainPlan:
             f"steps: {steps} of {spans} spans ({steps * spans / len(self.samples):.2f} epochs)"
             + (f", planned at the start ({self.steps} would follow from --epochs now)" if steps != self.steps else "")
             + (f"; warm-up of {self.config.warmup}: the peak is not reached" if self.config.warmup > steps else ""),
+            *self.memory,
         ]
 
     def metadata(self) -> dict[str, str]:
@@ -113,7 +117,10 @@ def _plan(config: TrainConfig, inputs: Inputs) -> TrainPlan:
     EpochSampler(len(samples), inputs.world.size, config.seed)  # fewer samples than ranks: an error now
     spans = inputs.world.size * config.batch * settings.accumulation
     steps = config.steps or max(1, round(config.epochs * len(samples) / spans))
-    return TrainPlan(config, inputs, init_lora, settings, shape, samples, listed.held_out, dict(listed.dropped), steps)
+    needs = TrainNeeds(**inputs.needs(config.batch), adapter=shape, adapter_settings=settings)
+    memory = tuple(check(needs, room_for_tensors(inputs.world, inputs.base_settings.memory_limit_gib)))
+    dropped = dict(listed.dropped)
+    return TrainPlan(config, inputs, init_lora, settings, shape, samples, listed.held_out, dropped, steps, memory)
 
 
 def _init_lora(config: TrainConfig) -> str | None:

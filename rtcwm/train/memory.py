@@ -1,0 +1,260 @@
+"""Device memory that a run needs at its worst moments, by formula, before anything is built.
+
+What lives on a card is known beforehand: the base or its part of it, adapters with their gradients and moments, keys and
+values of a rollout and of its graphs, what blocks keep for their recompute, and one block at work. Each moment of a step
+is such a sum, and the largest is held against the card. Not counted: latents, rotary tables and AdaLN rows (a few 0.1
+GiB), the context of CUDA, and what the allocator loses in fragments, so a run may need some percent more than is said,
+never less.
+
+Sizes are bytes on one rank. Adapters of p numbers on N ranks hold 4p of weights; in a backward pass 4p of gradients and
+4p / N of their means (ZeRO-2: the means alone) and the bucket they are averaged in; in the optimizer's step gradients,
+moments and temporaries of 4p / N, 8p / N and 8p / N. Moments are on the card unless they are parked.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from rtcwm.engine.memory import GIB
+from rtcwm.engine.settings import ActivationSettings, AdapterSettings, BaseSettings
+from rtcwm.errors import UserError
+from rtcwm.model.cache import rollout_bytes
+from rtcwm.model.layout import SPAN_CHUNKS
+from rtcwm.model.loading import FP32_ISLAND, meta_model
+from rtcwm.model.lora import AdapterShape
+from rtcwm.model.packing import Layout
+from rtcwm.model.working import BlockSizes
+
+BUCKET = 500_000_000
+"""Numbers in the bucket that DeepSpeed averages gradients in, where a file says nothing."""
+
+TIGHT = 0.93
+"""Share of a card above which fragments of the allocator may be what does not fit."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A worst moment of a step: what it is called, and bytes on the card by what they are."""
+
+    name: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        named = sorted(self.parts.items(), key=lambda part: -part[1])
+        listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in named if size >= self.total / 1000)
+        return f"{self.name} {self.total / GIB:.2f} GiB ({listed})"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What both programs hold all the time, and how blocks run.
+
+    Attributes:
+        config: of the base; dtype: of its blocks; table: their AdaLN comes from a table; shard: ranks that share a copy.
+        ranks: over which moments and means of gradients are divided.
+        layout: of a six-chunk span; batch: samples of a forward.
+    """
+
+    config: Mapping
+    dtype: torch.dtype
+    table: bool
+    shard: int
+    ranks: int
+    settings: BaseSettings
+    layout: Layout
+    batch: int
+
+    @property
+    def blocks(self) -> BlockSizes:
+        return BlockSizes.of(self.config, self.dtype, self.settings.activations.ffn_rows)
+
+    def base(self) -> int:
+        """The base's share of a card: whole, a part with buffers of a few blocks, or these buffers alone."""
+        model, size = meta_model(self.config), self.dtype.itemsize
+        if self.table:
+            for block in model.transformer_blocks:
+                block.adaln_proj = nn.Identity()
+        parts = {
+            name: sum(p.numel() for p in module.parameters()) * (4 if name in FP32_ISLAND else size)
+            for name, module in model.named_children()
+        }
+        whole = sum(parts.values())
+        if self.shard == 1 and not self.settings.offload:
+            return whole
+        buffers = self.settings.device_blocks * parts["transformer_blocks"] // self.config["num_layers"]
+        return buffers + (0 if self.settings.offload else whole // self.shard)
+
+    def kept(self, rows: int, activations: ActivationSettings, keys: int = 0) -> dict[str, int]:
+        """What blocks keep of ``rows`` rows between a forward pass and its backward pass; ``keys``: put together in a
+        block, which blocks without recompute keep as well."""
+        sizes, layers = self.blocks, self.blocks.layers
+        whole = layers if activations.policy == "none" else activations.keep_blocks
+        recomputed = replace(sizes, layers=layers - whole)
+        return {
+            "block inputs": 0 if activations.cpu_checkpointing else recomputed.inputs(rows),
+            "attention outputs": recomputed.outputs(rows) if activations.policy == "save_attention" else 0,
+            "blocks without recompute": sizes.activations(rows, whole) + 2 * replace(sizes, layers=whole).outputs(keys),
+        }
+
+    def weights(self, shapes: Iterable[AdapterShape]) -> int:
+        return sum(4 * shape.parameters for shape in shapes)
+
+    def gradients(self, shape: AdapterShape, settings: AdapterSettings) -> int:
+        """Of an adapter, in the backward pass."""
+        zero = settings.deepspeed["zero_optimization"]
+        means = 4 * shape.parameters // self.ranks
+        return means + (4 * shape.parameters if zero["stage"] == 1 else 0) + 4 * zero.get("reduce_bucket_size", BUCKET)
+
+    def moments(self, shape: AdapterShape) -> int:
+        return 8 * shape.parameters // self.ranks
+
+    def update(self, shape: AdapterShape) -> dict[str, int]:
+        """What an optimizer's step needs of an adapter beside its weights."""
+        share = 4 * shape.parameters // self.ranks
+        return {"gradients": share, "moments": self.moments(shape), "the optimizer's temporaries": 2 * share}
+
+
+@dataclass(frozen=True)
+class TrainNeeds(Needs):
+    """A step of diffusion forcing."""
+
+    adapter: AdapterShape = field(kw_only=True)
+    adapter_settings: AdapterSettings = field(kw_only=True)
+
+    def worst(self) -> tuple[Moment, ...]:
+        rows, activations = self.batch * self.layout.rows, self.settings.activations
+        always = {"base": self.base(), "adapter": self.weights([self.adapter])}
+        backward = always | self.kept(rows, activations) | {
+            "gradients": self.gradients(self.adapter, self.adapter_settings),
+            "moments": 0 if self.adapter_settings.park_moments else self.moments(self.adapter),
+            "a block at work": self.blocks.backward(rows),
+        }  # fmt: skip
+        return Moment("backward pass", backward), Moment("optimizer's step", always | self.update(self.adapter))
+
+    def alternatives(self) -> list[tuple[str, "Needs"]]:
+        return _engine_alternatives(self, ["adapter_settings"])
+
+
+@dataclass(frozen=True)
+class DistillNeeds(Needs):
+    """An iteration of distillation.
+
+    Attributes:
+        student, teacher (None: none), critic: of the adapters; the teacher's weights are of the base's dtype.
+        window_rows: rows of a teacher's window; chunks: of the longest rollout; joint: both scores in one pass.
+    """
+
+    student: AdapterShape = field(kw_only=True)
+    teacher: AdapterShape | None = field(kw_only=True)
+    critic: AdapterShape = field(kw_only=True)
+    student_settings: AdapterSettings = field(kw_only=True)
+    critic_settings: AdapterSettings = field(kw_only=True)
+    window_rows: int = field(kw_only=True)
+    chunks: int = field(kw_only=True)
+    grad_chunks: int = field(kw_only=True)
+    kv_reuse: bool = field(kw_only=True)
+    joint: bool = field(kw_only=True)
+
+    def worst(self) -> tuple[Moment, ...]:
+        layout, batch, sizes = self.layout, self.batch, self.blocks
+        graph_chunks = range(self.chunks - self.grad_chunks, self.chunks)
+        held = rollout_bytes(self.config, self.dtype, layout, self.chunks, graph_chunks, self.kv_reuse, batch)
+        chunk, keys = batch * layout.target_chunk, batch * layout.rows
+        # With reuse the forward that fills the cache takes one finished chunk and a proxy, else all of the history.
+        filled = 1 if self.kv_reuse else SPAN_CHUNKS - 1
+        filling = batch * filled * (layout.target_chunk + layout.proxy_chunk)
+        activations = self.settings.activations
+        # A rollout's graphs keep no attention outputs.
+        lasting = "recompute" if activations.policy == "save_attention" else activations.policy
+        one = self.kept(chunk, replace(activations, policy=lasting), keys)
+        graphs = {name: self.grad_chunks * size for name, size in one.items()}
+        teacher = self.dtype.itemsize * self.teacher.parameters if self.teacher else 0
+        always = {"base": self.base(), "adapters": self.weights([self.student, self.critic]) + teacher}
+        after, window = always | graphs | {"keys and values": held.graphs}, batch * self.window_rows
+        return (
+            Moment("rollout", always | graphs | {
+                "keys and values": held.peak, "a block at work": sizes.forward(max(chunk, filling), keys),
+            }),
+            Moment("scores", after | {"a block at work": sizes.forward(window * (2 if self.joint else 1))}),
+            Moment("student's backward pass", after | {
+                "gradients": self.gradients(self.student, self.student_settings),
+                "a block at work": sizes.backward(chunk, keys),
+            }),
+            Moment("critic's backward pass", always | self.kept(window, activations) | {
+                "gradients": self.gradients(self.critic, self.critic_settings),
+                "moments": 0 if self.critic_settings.park_moments else self.moments(self.critic),
+                "a block at work": sizes.backward(window),
+            }),
+            Moment("critic's step", always | self.update(self.critic)),
+        )  # fmt: skip
+
+    def alternatives(self) -> list[tuple[str, "Needs"]]:
+        fewer = [(f"--grad-chunks {k}", replace(self, grad_chunks=k)) for k in range(self.grad_chunks - 1, 0, -1)]
+        apart = [("--joint-scores off", replace(self, joint=False))] if self.joint else []
+        return fewer + apart + _engine_alternatives(self, ["student_settings", "critic_settings"])
+
+
+def _engine_alternatives(needs: Needs, adapters: list[str]) -> list[tuple[str, Needs]]:
+    """What the engines' files could say instead, one change at a time."""
+    settings, activations = needs.settings, needs.settings.activations
+
+    def acting(**changes: object) -> Needs:
+        return replace(needs, settings=replace(settings, activations=replace(activations, **changes)))
+
+    found = [("--batch 1", replace(needs, batch=1))] if needs.batch > 1 else []
+    if activations.policy != "recompute" or activations.keep_blocks:
+        found.append(("policy 'recompute' in --base-config", acting(policy="recompute", keep_blocks=0)))
+    if not activations.cpu_checkpointing and activations.policy != "none":
+        found.append(("cpu_checkpointing in --base-config", acting(cpu_checkpointing=True)))
+    if not activations.ffn_rows:
+        found.append(("ffn_rows 4096 in --base-config", acting(ffn_rows=4096)))
+    if not settings.offload and not activations.keeps_blocks:
+        found.append(("offload_param in --base-config", replace(needs, settings=replace(settings, offload=True))))
+    small = {}
+    for name in adapters:
+        engine: AdapterSettings = getattr(needs, name)
+        zero = engine.deepspeed["zero_optimization"] | {"stage": 2, "reduce_bucket_size": 20_000_000}
+        small[name] = replace(engine, park_moments=True, deepspeed=engine.deepspeed | {"zero_optimization": zero})
+    found.append(
+        ("stage 2, reduce_bucket_size 20000000 and park_moments in the adapters' files", replace(needs, **small))
+    )
+    return found
+
+
+def largest(needs: Needs) -> Moment:
+    """The worst moment of all."""
+    return max(needs.worst(), key=lambda moment: moment.total)
+
+
+def check(needs: Needs, room: int | None) -> list[str]:
+    """Holds a run's needs against the memory of its card.
+
+    Args:
+        room: bytes that the allocator may take; None: not known, nothing is refused.
+
+    Returns:
+        What is printed before the first step.
+
+    Raises:
+        UserError: it cannot fit; what would change that is listed with the memory it would take.
+    """
+    worst = largest(needs)
+    if room is not None and worst.total > room:
+        others = [(largest(other).total, text) for text, other in needs.alternatives()]
+        better = sorted((total, text) for total, text in others if total < worst.total)
+        listed = "; ".join(f"{text}: {total / GIB:.1f} GiB" for total, text in better)
+        raise UserError(
+            f"this run needs about {worst.total / GIB:.1f} GiB on a card, at its worst in the {worst}, and this one has "
+            f"{room / GIB:.1f} GiB. With one change alone it would be: {listed or 'no less'}"
+        )
+    tight = room is not None and worst.total > TIGHT * room
+    card = "" if room is None else f", of {room / GIB:.1f} GiB"
+    note = "; tight, PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help" if tight else ""
+    lines = [f"memory of a card, by formula: {worst.total / GIB:.2f} GiB{card}, in the {worst.name}{note}"]
+    return lines + [f"  {moment}" for moment in needs.worst()]
