@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 from worlds import tensors
 
-from rtcwm.data.codec import SHIPPED, TEXT_DIM, TEXT_ROWS, embed_text, load_codec, patches, principal, unpatches
+from rtcwm.data.codec import SHIPPED, TEXT_DIM, TEXT_ROWS, embed_text, load_codec, patches, unpatches
+from rtcwm.data.codec_fit import principal
 from rtcwm.data.world import Film
 from rtcwm.errors import UserError
 

@@ -6,10 +6,8 @@ patch), one for groups of four (3,072). Latents are normalised to mean 0 and sta
 kind of group over the fitting set. The codec has no memory across groups: the first frame of a chunk coded alone equals
 the chunk's first latent, and any leading latents of a stream decode to the frames they cover.
 
-The weights ship with the package. `python -m rtcwm.data.codec --out FILE` fits them again from the seeded world (half a
-minute); another linear algebra library may round differently, so the identity that clips carry is a hash of the weights
-and not of the recipe. Pictures weigh 0.9 and proxies 0.1 in the fit: proxies have the sharper edges and would take the
-basis over (equal weights: 1.9 dB less on pictures for 0.3 dB more on proxies; pictures alone: 2.2 dB less on proxies).
+The weights ship with the package; :mod:`rtcwm.data.codec_fit` made them. Another linear algebra library may round
+differently, so the identity that clips carry is a hash of the weights and not of the recipe.
 """
 
 import hashlib
@@ -20,16 +18,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from rtcwm.data.world import Film
 from rtcwm.errors import UserError
 from rtcwm.model.layout import (
     CHUNK_LATENTS,
     CLIP_FRAMES,
     LATENT_CHANNELS,
-    LATENT_FRAMES,
     PIXELS_PER_LATENT,
     TEXT_TAG,
     VIDEO_TAG,
@@ -190,7 +185,7 @@ def load_codec(path: Path = SHIPPED) -> Codec:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, SafetensorError) as fault:
         raise UserError(
-            f"{path}: cannot be read as a codec ({fault}); write it with `python -m rtcwm.data.codec --out {path}`"
+            f"{path}: cannot be read as a codec ({fault}); write it with `python -m rtcwm.data.codec_fit --out {path}`"
         ) from fault
     expected = {f"{part}_{group}" for part in ("basis", "centre", "mean", "std") for group in GROUPS}
     if set(tensors) != expected:
@@ -199,58 +194,6 @@ def load_codec(path: Path = SHIPPED) -> Codec:
         {group: tensors[f"{part}_{group}"].float() for group in GROUPS} for part in ("basis", "centre", "mean", "std")
     )
     return Codec(*parts, identity={"name": NAME, "hash": weights_hash(tensors)})
-
-
-def fit(
-    episodes: int = 40, chunks: tuple[int, ...] = (0, 5, 11), seed: int = 20260101, picture_share: float = 0.9
-) -> dict[str, Tensor]:
-    """Fit the bases on chunks of `episodes` scenes; pictures weigh `picture_share`, proxies the rest. fp16 tensors."""
-    share = np.array([picture_share, 1 - picture_share])
-    scatter = {group: np.zeros((2, group * PATCH_VALUES, group * PATCH_VALUES)) for group in GROUPS}
-    total = {group: np.zeros((2, group * PATCH_VALUES)) for group in GROUPS}
-    count = {group: np.zeros(2) for group in GROUPS}
-    for episode in range(episodes):
-        film = Film(seed, episode, 0)
-        for chunk in chunks:
-            frames, proxy = film.chunk(chunk)
-            for kind, video in enumerate((frames.rgb, proxy)):
-                video = torch.from_numpy(video)
-                for group, part in ((1, video[:1]), (4, video[1:])):
-                    values = patches(part, group).reshape(-1, group * PATCH_VALUES)
-                    scatter[group][kind] += (values.T @ values).numpy()
-                    total[group][kind] += values.sum(0).numpy()
-                    count[group][kind] += len(values)
-    tensors = {}
-    for group in GROUPS:
-        basis, centre, std = principal(scatter[group], total[group], count[group], share, group)
-        parts = {"basis": basis, "centre": centre, "mean": np.zeros(LATENT_CHANNELS), "std": std}
-        tensors |= {f"{name}_{group}": torch.from_numpy(part).half().contiguous() for name, part in parts.items()}
-    return tensors
-
-
-def principal(
-    scatter: np.ndarray, total: np.ndarray, count: np.ndarray, share: np.ndarray, group: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The 24 leading principal components of a weighted mixture of kinds.
-
-    Args:
-        scatter: sum of x x' by kind, `[kinds, n, n]`.
-        total: sum of x by kind, `[kinds, n]`.
-        count: number of x by kind, `[kinds]`.
-        share: weight of each kind, whatever its number of x, `[kinds]`, sum 1.
-        group: frames of a patch; n is a multiple of it.
-
-    Returns:
-        basis `[n, 24]`, centre `[n]` and the standard deviations `[24]` along the basis, largest first. A component's
-        sign is free: the largest value of its sum over the frames is made positive.
-    """
-    centre = share @ (total / count[:, None])
-    covariance = np.tensordot(share / count, scatter, 1) - np.outer(centre, centre)
-    variance, vectors = np.linalg.eigh(covariance)
-    basis = vectors[:, ::-1][:, :LATENT_CHANNELS].copy()
-    still = basis.reshape(group, -1, LATENT_CHANNELS).sum(0)
-    basis *= np.sign(np.take_along_axis(still, np.abs(still).argmax(0)[None], 0))
-    return basis, centre, np.sqrt(variance[::-1][:LATENT_CHANNELS])
 
 
 @lru_cache(maxsize=4096)
@@ -279,26 +222,3 @@ def embed_text(caption: str, picture1: Tensor) -> tuple[Tensor, Tensor]:
     tags = torch.full((TEXT_ROWS,), TEXT_TAG)
     tags[1 : 1 + PICTURE_ROWS] = VIDEO_TAG
     return text, tags
-
-
-def main(out: Path) -> None:
-    """Fit the codec and write it.
-
-    Args:
-        out: safetensors file to write.
-    """
-    metadata = {
-        "name": NAME,
-        "channels": str(LATENT_CHANNELS),
-        "latent_frames": str(LATENT_FRAMES),
-        "fitted_on": "embedded world, pictures 0.9, proxies 0.1",
-    }
-    tensors = fit()
-    save_file(tensors, out, metadata=metadata)
-    print(f"{out}: {out.stat().st_size} bytes, hash {weights_hash(tensors)}")
-
-
-if __name__ == "__main__":
-    from jsonargparse import auto_cli
-
-    auto_cli(main, as_positional=False)

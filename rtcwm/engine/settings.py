@@ -5,8 +5,6 @@ work with this design trains something else than was asked for, silently. Each f
 that have an effect here; all others are refused by name.
 """
 
-import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
 from rtcwm.errors import UserError
+from rtcwm.strict_json import is_number, is_whole, read_object, section, take_flag
 
 POLICIES = ("recompute", "save_attention", "none")
 
@@ -129,7 +128,7 @@ class AdapterSettings:
 def read_base_settings(path: Path) -> BaseSettings:
     """Reads and checks a base engine's JSON; raises `UserError` naming the file and the key."""
     config = _read(path, BASE_KEYS)
-    zero = _section(path, config, "zero_optimization")
+    zero = section(path, config, "zero_optimization")
     if zero.setdefault("stage", 3) != 3:
         raise UserError(
             f"{path}: zero_optimization.stage is {zero['stage']!r}; the frozen base is partitioned by stage 3"
@@ -150,14 +149,14 @@ def read_base_settings(path: Path) -> BaseSettings:
     _check_zero(path, zero)
     offload, pin = _host_base(path, zero)
     group = config.pop("shard_group", 0)
-    if not _whole(group) or group < 0:
+    if not is_whole(group) or group < 0:
         raise UserError(f"{path}: shard_group is {group!r}, expected a number of ranks (0: all ranks of a node)")
-    prefetch = _flag(path, config, "prefetch", True)
+    prefetch = take_flag(path, config, "prefetch", True)
     blocks = config.pop("device_blocks", 2)
-    if not _whole(blocks) or blocks < 2:
+    if not is_whole(blocks) or blocks < 2:
         raise UserError(f"{path}: device_blocks is {blocks!r}, expected 2 (one computes, one comes) or more")
     limit = config.pop("memory_limit_gib", None)
-    if limit is not None and (not _number(limit) or limit <= 0):
+    if limit is not None and (not is_number(limit) or limit <= 0):
         raise UserError(f"{path}: memory_limit_gib is {limit!r}, expected GiB of device memory, or null for no limit")
     activations = _activations(path, config)
     if offload and activations.keeps_blocks:
@@ -171,36 +170,36 @@ def read_base_settings(path: Path) -> BaseSettings:
 def read_adapter_settings(path: Path) -> AdapterSettings:
     """Reads and checks an adapter engine's JSON; raises `UserError` naming the file and the key."""
     config = _read(path, ADAPTER_KEYS)
-    zero = _section(path, config, "zero_optimization")
+    zero = section(path, config, "zero_optimization")
     if zero.setdefault("stage", 1) not in (1, 2):
         raise UserError(
             f"{path}: zero_optimization.stage is {zero['stage']!r}; adapter engines use stage 1 or 2, since the hooks "
             "of the base read whole adapter weights"
         )
     _check_zero(path, zero)
-    optimizer = _section(path, config, "optimizer") or {"type": "AdamW"}
+    optimizer = section(path, config, "optimizer") or {"type": "AdamW"}
     config["optimizer"] = optimizer
     if set(optimizer) - {"type", "params"} or optimizer.get("type") != "AdamW":
         raise UserError(f"{path}: optimizer is {optimizer}, expected {{'type': 'AdamW', 'params': {{...}}}}")
-    params = _section(path, optimizer, "params")
+    params = section(path, optimizer, "params")
     if unknown := sorted(set(params) - OPTIMIZER_PARAMS):
         reason = " (the learning rate comes from the command line)" if "lr" in unknown else ""
         raise UserError(f"{path}: unknown optimizer params {unknown}{reason}; known: {sorted(OPTIMIZER_PARAMS)}")
     betas = params.get("betas", [0.9, 0.999])
-    if not isinstance(betas, list) or len(betas) != 2 or not all(_number(beta) and 0 <= beta < 1 for beta in betas):
+    if not isinstance(betas, list) or len(betas) != 2 or not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
         raise UserError(f"{path}: optimizer betas are {betas}, expected two numbers in [0, 1)")
     for key in ("eps", "weight_decay"):
-        if not _number(params.get(key, 0)) or params.get(key, 0) < 0:
+        if not is_number(params.get(key, 0)) or params.get(key, 0) < 0:
             raise UserError(f"{path}: optimizer {key} is {params[key]!r}, expected 0 or a positive number")
     # torch refuses an integer beta, and FusedAdam would be compiled without torch_adam.
     optimizer["params"] = {"torch_adam": True} | params | {"betas": [float(beta) for beta in betas]}
     accumulation = config.setdefault("gradient_accumulation_steps", 1)
-    if not _whole(accumulation) or accumulation < 1:
+    if not is_whole(accumulation) or accumulation < 1:
         raise UserError(f"{path}: gradient_accumulation_steps is {accumulation!r}, expected a whole number from 1")
     clipping = config.setdefault("gradient_clipping", 1.0)
-    if not _number(clipping) or clipping < 0:
+    if not is_number(clipping) or clipping < 0:
         raise UserError(f"{path}: gradient_clipping is {clipping!r}, expected a norm, or 0 for none")
-    return AdapterSettings(config, accumulation, float(clipping), _flag(path, config, "park_moments", False))
+    return AdapterSettings(config, accumulation, float(clipping), take_flag(path, config, "park_moments", False))
 
 
 def shipped_config(name: str) -> Path:
@@ -218,12 +217,7 @@ def default_base_config(device: torch.device) -> Path:
 def _read(path: Path, known: set[str]) -> dict:
     if not path.is_file():
         raise UserError(f"no DeepSpeed config at {path}")
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} holds a {type(config).__name__}, expected an object")
+    config = read_object(path, "an object")
     for key in config:
         if key in REFUSED:
             raise UserError(f"{path}: '{key}' is not used here: {REFUSED[key]}; remove it")
@@ -231,20 +225,12 @@ def _read(path: Path, known: set[str]) -> dict:
             raise UserError(f"{path}: unknown key '{key}'; known: {sorted(known)}")
     if config.setdefault("train_micro_batch_size_per_gpu", 1) != 1:
         raise UserError(f"{path}: train_micro_batch_size_per_gpu has to be 1; use --batch, or accumulate")
-    if not _whole(config.get("steps_per_print", 1)):
+    if not is_whole(config.get("steps_per_print", 1)):
         raise UserError(f"{path}: steps_per_print is {config['steps_per_print']!r}, expected a whole number")
     for key in ("wall_clock_breakdown", "memory_breakdown", "zero_force_ds_cpu_optimizer"):
         if not isinstance(config.get(key, True), bool):
             raise UserError(f"{path}: {key} is {config[key]!r}, expected true or false")
     return config
-
-
-def _section(path: Path, config: dict, name: str) -> dict:
-    """A section of a config, made empty where it is absent; raises `UserError` unless it is an object."""
-    section = config.setdefault(name, {})
-    if not isinstance(section, dict):
-        raise UserError(f"{path}: {name} is {section!r}, expected an object")
-    return section
 
 
 def _host_base(path: Path, zero: dict) -> tuple[bool, bool]:
@@ -261,14 +247,6 @@ def _host_base(path: Path, zero: dict) -> tuple[bool, bool]:
     return device == "cpu", device == "cpu" and pin
 
 
-def _flag(path: Path, config: dict, key: str, default: bool) -> bool:
-    """Takes an own key out of a config; raises `UserError` unless it is true or false."""
-    value = config.pop(key, default)
-    if not isinstance(value, bool):
-        raise UserError(f"{path}: {key} is {value!r}, expected true or false")
-    return value
-
-
 def _check_zero(path: Path, zero: dict) -> None:
     """DeepSpeed's own validation of the section, with the file's name in front."""
     try:
@@ -280,24 +258,24 @@ def _check_zero(path: Path, zero: dict) -> None:
 
 
 def _activations(path: Path, config: dict) -> ActivationSettings:
-    section = _section(path, config, "activation_checkpointing")
+    given = section(path, config, "activation_checkpointing")
     del config["activation_checkpointing"]
     for key in ACTIVATION_REFUSED:
-        if section.pop(key, False):
+        if given.pop(key, False):
             raise UserError(
                 f"{path}: activation_checkpointing.{key} is not applied by rtcwm; remove it. "
                 f"What is applied: {sorted(ACTIVATION_KEYS)}"
             )
-    if unknown := sorted(set(section) - ACTIVATION_KEYS):
+    if unknown := sorted(set(given) - ACTIVATION_KEYS):
         raise UserError(f"{path}: unknown keys {unknown} in activation_checkpointing; known: {sorted(ACTIVATION_KEYS)}")
     for key in ("cpu_checkpointing", "pin_memory"):
-        if not isinstance(section.get(key, True), bool):
-            raise UserError(f"{path}: activation_checkpointing.{key} is {section[key]!r}, expected true or false")
+        if not isinstance(given.get(key, True), bool):
+            raise UserError(f"{path}: activation_checkpointing.{key} is {given[key]!r}, expected true or false")
     for key, what in (("keep_blocks", "blocks"), ("ffn_rows", "rows (0: all at once)")):
-        number = section.get(key, 0)
-        if not _whole(number) or number < 0:
+        number = given.get(key, 0)
+        if not is_whole(number) or number < 0:
             raise UserError(f"{path}: activation_checkpointing.{key} is {number!r}, expected a number of {what}")
-    settings = ActivationSettings(**section)
+    settings = ActivationSettings(**given)
     if settings.policy not in POLICIES:
         raise UserError(f"{path}: activation_checkpointing.policy is {settings.policy!r}, expected one of {POLICIES}")
     if settings.policy == "none" and settings.cpu_checkpointing:
@@ -305,11 +283,3 @@ def _activations(path: Path, config: dict) -> ActivationSettings:
     if settings.policy == "none" and settings.keep_blocks:
         raise UserError(f"{path}: policy 'none' keeps every block; remove keep_blocks, or choose another policy")
     return settings
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

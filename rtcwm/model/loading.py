@@ -26,6 +26,7 @@ from torch import nn
 from rtcwm.errors import UserError
 from rtcwm.model import foreign_base
 from rtcwm.model.tensor_files import refuse_pickle
+from rtcwm.strict_json import is_whole, read_object
 
 FP32_ISLAND = ("proj_in", "audio_proj_in", "time_embedder", "proj_out", "audio_proj_out")
 """Top-level modules that stay fp32 in a bf16 base: 17.2M parameters of the release."""
@@ -180,12 +181,7 @@ def read_config(path: Path) -> dict:
     """The architecture part of a `MiniMaxH3Transformer3DModel` config file, with defaults filled in."""
     if not path.is_file():
         raise UserError(f"no {path.name} in {path.parent}: expected a diffusers H3 folder (or its parent)")
-    try:
-        given = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(given, dict):
-        raise UserError(f"{path} holds {given!r}, expected the config of a MiniMaxH3Transformer3DModel")
+    given = read_object(path, "the config of a MiniMaxH3Transformer3DModel")
     class_name = given.get("_class_name", "MiniMaxH3Transformer3DModel")
     if class_name != "MiniMaxH3Transformer3DModel":
         raise UserError(f"{path} describes a {class_name}, expected MiniMaxH3Transformer3DModel")
@@ -202,11 +198,7 @@ def read_config(path: Path) -> dict:
         elif isinstance(default, float):
             fits = isinstance(value, int | float) and value > 0
         else:
-            fits = (
-                isinstance(value, int)
-                and not isinstance(value, bool)
-                and value >= (0 if key == "num_refiner_layers" else 1)
-            )
+            fits = is_whole(value) and value >= (0 if key == "num_refiner_layers" else 1)
         if not fits:
             raise UserError(f"{path}: {key} is {value!r}; the release has {default!r}")
     return merged | {"patch_size": list(merged["patch_size"])}
