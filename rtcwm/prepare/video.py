@@ -178,6 +178,15 @@ def upright(frame: "av.VideoFrame", size: tuple[int, int] | None) -> np.ndarray:
     return scaled(picture, size) if size else np.ascontiguousarray(picture)
 
 
+def read_picture(path: Path, advice: str) -> np.ndarray:
+    """A picture file as uint8 RGB `[H, W, 3]`; UserError with this advice where it is none."""
+    try:
+        with Image.open(path) as picture:
+            return np.asarray(picture.convert("RGB"))
+    except (OSError, SyntaxError) as fault:
+        raise UserError(f"{path} cannot be read as a picture ({fault}): {advice}") from fault
+
+
 def scaled(picture: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """A picture, uint8 `[H, W, 3]`, scaled to (height, width) by Lanczos; itself where it has that size."""
     if picture.shape[:2] == size:

@@ -20,7 +20,7 @@ from rtcwm.prepare.proxies import Conditions, check_report, frame_count, open_pr
 from rtcwm.prepare.settings import TARGET_MULTIPLE, VERSION, Settings, starts_of
 from rtcwm.prepare.text import TextEncoder
 from rtcwm.prepare.vae import VideoCodec, finite
-from rtcwm.prepare.video import Film, probe, psnr, read, scaled
+from rtcwm.prepare.video import Film, probe, psnr, read, read_picture, scaled
 
 try:
     from PIL import Image
@@ -191,15 +191,6 @@ def read_anchor(path: Path, frame: np.ndarray) -> tuple[np.ndarray, tuple[str, .
     if decibels < FAR_FROM_FRAME_DB:
         notes.append(f"the anchor is unlike frame 0 (PSNR {decibels:.1f} dB)")
     return anchor, tuple(notes)
-
-
-def read_picture(path: Path, advice: str) -> np.ndarray:
-    """A picture file as uint8 RGB `[H, W, 3]`; UserError with this advice where it is none."""
-    try:
-        with Image.open(path) as picture:
-            return np.asarray(picture.convert("RGB"))
-    except (OSError, SyntaxError) as fault:
-        raise UserError(f"{path} cannot be read as a picture ({fault}): {advice}") from fault
 
 
 def read_report(path: Path) -> dict:

@@ -52,7 +52,7 @@ class GrowingFilm:
         self._new = not path.exists()
         try:
             # An old film stays whole until there is a first chunk to replace it.
-            self._file = path.open("r+b" if overwrite and not self._new else "xb")
+            self._file = path.open("r+b" if overwrite and not self._new else "xb", buffering=0)
         except FileExistsError as fault:
             raise UserError(f"--out {path} exists: name another file, or add --overwrite") from fault
         except OSError as fault:
@@ -72,10 +72,12 @@ class GrowingFilm:
             if not self.frames:
                 self._file.truncate()
                 fragment = head + fragment
-            self._file.write(fragment)
-            self._file.flush()
+            left = memoryview(fragment)
+            while left:
+                left = left[self._file.write(left) :]
         except BaseException as fault:
             self._file.truncate(end)
+            self._file.seek(end)
             if isinstance(fault, OSError):
                 raise UserError(f"cannot write {self.path} ({fault}): its first {self.frames} frames stay") from fault
             raise

@@ -13,27 +13,23 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rtcwm.data.clips import Clip, Start, read_clip, stored
 from rtcwm.data.codec import TEXT_DIM, embed_text, load_codec
 from rtcwm.data.world import proxy_size
 from rtcwm.errors import UserError
-from rtcwm.model.layout import CHUNK_LATENTS, LATENT_CHANNELS, PIXELS_PER_LATENT, Geometry
-from rtcwm.model.packing import Window
+from rtcwm.model.layout import PIXELS_PER_LATENT, Geometry
 from rtcwm.model.sampler import Conditions
 from rtcwm.prepare.captions import canonical, text_of
 from rtcwm.prepare.jobs import Models
 from rtcwm.prepare.run import open_models
 from rtcwm.prepare.settings import Settings, check_target, parse_size
-from rtcwm.prepare.vae import VideoCodec
-from rtcwm.prepare.video import scaled
+from rtcwm.prepare.video import read_picture, scaled
 from rtcwm.prepare.weights import codec_identity, component
-from rtcwm.prepare.work import Encoders, encode_start, read_picture
 from rtcwm.stream.command import Opening
-from rtcwm.stream.pixels import CodecPixels, Pixels, VaePixels
+from rtcwm.stream.pixels import CodecPixels, Pixels
 from rtcwm.train.dataset import load_window
-from rtcwm.train.inference import conditions
+from rtcwm.train.inference import conditions, span_silence
 
 PICTURE = "stream"
 """What noise is named by where there is no clip."""
@@ -83,11 +79,13 @@ class ClipOrigin(Origin):
 
     def open(self, picture1: str, device: torch.device) -> tuple[Conditions, Pixels]:
         window = load_window(self.clip, self.start, self.start, chunks=1, picture1=picture1).to(device)
+        given = conditions(window, self.clip.path.parent)
         if self.vae is None:
-            pixels: Pixels = CodecPixels(load_codec(), self.size)
-        else:
-            pixels = VaePixels(VideoCodec(self.vae, device, self.tf32, decoder=True), self.size)
-        return conditions(window, self.clip.path.parent), pixels
+            return given, CodecPixels(load_codec(), self.size)
+        from rtcwm.prepare.vae import VideoCodec  # with transformers, which the embedded world does without
+        from rtcwm.stream.vae import VaePixels
+
+        return given, VaePixels(VideoCodec(self.vae, device, self.tf32, decoder=True), self.size)
 
 
 @dataclass(frozen=True)
@@ -104,35 +102,30 @@ class PictureOrigin(Origin):
         return f"start: a picture at {width}x{height}; {self.caption.splitlines()[0] if self.caption else 'no caption'}"
 
     def open(self, picture1: str, device: torch.device) -> tuple[Conditions, Pixels]:
-        size = tuple(PIXELS_PER_LATENT * side for side in self.size)
-        if self.models is None:
-            if picture1 != "native":
-                raise UserError("the adapter takes a Picture 1 of 2048 pixels, which the embedded world has not")
-            pixels: Pixels = CodecPixels(load_codec(), self.size)
-            latent = pixels.codec.encode_picture(scaled(self.picture, size))
-            start = Start(latent, *embed_text(self.caption, latent), self.caption)
-        else:
-            encoders = Encoders(self.models, self.settings, device, decoder=True)
-            start = encode_start(encoders, self.picture, size, self.caption, 0)
-            pixels = VaePixels(encoders.codec, self.size)
-            del encoders
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-        return conditions(self._window(start, picture1).to(device), None), pixels
+        start, pixels = self._embedded(picture1) if self.models is None else self._encoded(device)
+        picture = stored(start.picture1 if picture1 == "native" else start.picture1_2048)
+        given = (picture.float()[None], stored(start.text).float()[None])
+        picture, text, audio = (part.to(device) for part in (*given, span_silence(None)))
+        return Conditions(picture, text, start.text_tags.long(), audio, self.geometry), pixels
 
-    def _window(self, start: Start, picture1: str) -> Window:
-        """The request, with a target and a proxy of nothing."""
-        picture = start.picture1 if picture1 == "native" else start.picture1_2048
+    def _embedded(self, picture1: str) -> tuple[Start, Pixels]:
+        if picture1 != "native":
+            raise UserError("the adapter takes a Picture 1 of 2048 pixels, which the embedded world has not")
+        codec = load_codec()
+        latent = codec.encode_picture(scaled(self.picture, self.settings.size).copy())
+        return Start(latent, *embed_text(self.caption, latent), self.caption), CodecPixels(codec, self.size)
 
-        def none(height: int, width: int) -> Tensor:
-            return torch.zeros(1, LATENT_CHANNELS, CHUNK_LATENTS, height, width)
+    def _encoded(self, device: torch.device) -> tuple[Start, Pixels]:
+        from rtcwm.prepare.work import Encoders, encode_start
+        from rtcwm.stream.vae import VaePixels
 
-        geometry = self.geometry
-        return Window(
-            video=none(geometry.height, geometry.width), proxy=none(geometry.proxy_height, geometry.proxy_width),
-            picture1=stored(picture).float()[None], text=stored(start.text).float()[None],
-            text_tags=start.text_tags.long(), audio=torch.zeros(1, 0, 0),
-        )  # fmt: skip
+        encoders = Encoders(self.models, self.settings, device, decoder=True)
+        start = encode_start(encoders, self.picture, self.settings.size, self.caption, 0)
+        pixels = VaePixels(encoders.codec, self.size)
+        del encoders  # the text encoder
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        return start, pixels
 
 
 def open_origin(opening: Opening, picture1: str, text_width: int) -> Origin:

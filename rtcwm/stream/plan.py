@@ -114,7 +114,7 @@ def prepare(opening: Opening) -> Plan:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("a stream runs on one rank: start it without a launcher")
     source = open_base(opening.base_name)
-    adapter = adapter_path(opening.adapter, opening.base_name, "none")
+    adapter = adapter_path(str(opening.adapter), opening.base_name, "none")
     if adapter is not None and not Path(adapter).exists():
         raise UserError(f"--adapter {adapter}: there is no such file; name one, or 'none' for the base alone")
     metadata = read_metadata(Path(adapter)) if adapter else {}

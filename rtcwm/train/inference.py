@@ -58,11 +58,14 @@ def clip_noise(seed: int, ids: Sequence[str]) -> Noise:
     return noise
 
 
+def span_silence(clips_root: Path | None) -> Tensor:
+    """Silence (`dataset.silence`) as long as a span, which is what a stream hears all along."""
+    return silence(clips_root, audio_latents(frames_of(SPAN_CHUNKS * CHUNK_LATENTS)))
+
+
 def conditions(window: Window, clips_root: Path | None) -> Conditions:
-    """What a stream of a batch of requests starts from: the window's, and silence (`dataset.silence`) as long as a
-    span."""
-    audio = silence(clips_root, audio_latents(frames_of(SPAN_CHUNKS * CHUNK_LATENTS))).to(window.text.device)
-    audio = audio.expand(len(window.text), -1, -1)
+    """What a stream of a batch of requests starts from."""
+    audio = span_silence(clips_root).to(window.text.device).expand(len(window.text), -1, -1)
     return Conditions(window.picture1, window.text, window.text_tags, audio, window.geometry)
 
 
