@@ -8,9 +8,8 @@ import torch
 from diffusers import MiniMaxH3Transformer3DModel
 from small import CONFIG, random_window, small_model
 from stream_reference import CPU, PROXY_ROWS, STATIC_ROWS, TARGET_ROWS, noise, positions, request, rotated
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from tracker import Tracker
 
 from rtcwm.model.attention import Kernel, install
 from rtcwm.model.cache import Piece, Place, Store, rollout_memory, window_start
@@ -180,42 +179,6 @@ def test_dropped_pieces_are_freed(model):
     assert left == {(STATIC, -1), *((PROXY, k) for k in range(3, 9)), *((TARGET, k) for k in range(3, 8))}
 
 
-class Tracker(TorchDispatchMode):
-    """Tensor memory that was made under it and is still alive, held by Python or by a graph: bytes by shape."""
-
-    def __init__(self):
-        super().__init__()
-        self.live: dict[weakref.ref, tuple[torch.Size, int]] = {}
-        self.known = weakref.WeakSet()
-        self.peak = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        given = {x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        for made in tree_leaves(out):
-            if isinstance(made, torch.Tensor):
-                storage = made.untyped_storage()
-                if storage not in given and storage not in self.known:
-                    self.known.add(storage)
-                    entry = (made.shape, storage.nbytes())
-                    self.live[weakref.ref(storage, lambda ref: self.live.pop(ref, None))] = entry
-        return out
-
-    def bytes(self, *tail: int) -> int:
-        """Bytes alive in tensors whose shape ends so; all of them without an argument."""
-        return sum(size for shape, size in self.live.values() if not tail or shape[-len(tail) :] == tail)
-
-    def hook(self, run):
-        """A hook that notes the most that is alive in keys and values between blocks."""
-
-        def sampled(block, hidden, *rest):
-            hidden = run(block, hidden, *rest)
-            self.peak = max(self.peak, self.bytes(*HEADS))
-            return hidden
-
-        return sampled
-
-
 HEADS = (2, 32)  # keys and values, pieces or copies, are the tensors [B, rows, 2, 32]
 WIDE = dict(geometry=Geometry(8, 12, 3, 3), picture=(4, 6))  # 24 target rows a latent: a chunk outweighs small things
 
@@ -239,7 +202,7 @@ def tracked(model, config, chunks, graphs, graph_run=checkpointed):
     layout = random_window(30, **WIDE).layout(stream=True)
     stated = rollout_memory(model, layout, chunks, graphs, config.kv_reuse)
     with Tracker() as tracker:
-        hooks = (tracker.hook(plain), tracker.hook(graph_run))
+        hooks = (tracker.hook(plain, *HEADS), tracker.hook(graph_run, *HEADS))
         latents = rollout(model, CPU, conditions, proxy, config, noise, [1] * chunks, graphs, *hooks)
         gc.collect()
     return tracker, latents, stated, layout

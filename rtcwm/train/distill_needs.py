@@ -8,6 +8,7 @@ from rtcwm.model.packing import Window, stock_layout
 from rtcwm.train.config import DistillConfig
 from rtcwm.train.memory import DistillNeeds
 from rtcwm.train.preflight import Inputs
+from rtcwm.train.teacher import window_chunks
 
 HIDING_ROWS = 10_000
 """Rows behind whose products the next block's fetch hides. A block of w weights takes 2w bytes and 2w operations a row: at
@@ -51,6 +52,7 @@ def distill_needs(
     student, teacher, critic = shapes
     return DistillNeeds(
         **inputs.needs(config.batch), student=student, teacher=teacher, critic=critic, student_settings=engines[0],
-        critic_settings=engines[1], window_rows=window_rows(config, inputs.span), chunks=config.max_chunks,
+        critic_settings=engines[1], window_rows=window_rows(config, inputs.span),
+        shortest=window_chunks(config.teacher_kind), chunks=config.max_chunks,
         grad_chunks=config.grad_chunks, kv_reuse=config.kv_reuse, joint=joint_scores(config, inputs),
     )  # fmt: skip

@@ -11,8 +11,10 @@ Sizes are bytes on one rank. Adapters of p numbers on N ranks hold 4p of weights
 moments and temporaries of 4p / N, 8p / N and 8p / N. Moments are on the card unless they are parked.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -76,18 +78,11 @@ class Needs:
 
     def base(self) -> int:
         """The base's share of a card: whole, a part with buffers of a few blocks, or these buffers alone."""
-        model, size = meta_model(self.config), self.dtype.itemsize
-        if self.table:
-            for block in model.transformer_blocks:
-                block.adaln_proj = nn.Identity()
-        parts = {
-            name: sum(p.numel() for p in module.parameters()) * (4 if name in FP32_ISLAND else size)
-            for name, module in model.named_children()
-        }
-        whole = sum(parts.values())
+        blocks, others = _base_bytes(json.dumps(dict(self.config)), self.dtype, self.table)
+        whole = blocks + others
         if self.shard == 1 and not self.settings.offload:
             return whole
-        buffers = self.settings.device_blocks * parts["transformer_blocks"] // self.config["num_layers"]
+        buffers = self.settings.device_blocks * blocks // self.config["num_layers"]
         return buffers + (0 if self.settings.offload else whole // self.shard)
 
     def kept(self, rows: int, activations: ActivationSettings, keys: int = 0) -> dict[str, int]:
@@ -147,7 +142,8 @@ class DistillNeeds(Needs):
 
     Attributes:
         student, teacher (None: none), critic: of the adapters; the teacher's weights are of the base's dtype.
-        window_rows: rows of a teacher's window; chunks: of the longest rollout; joint: both scores in one pass.
+        window_rows: rows of a teacher's window, shortest: its chunks; chunks: of the longest rollout; joint: both scores in
+            one pass.
     """
 
     student: AdapterShape = field(kw_only=True)
@@ -156,6 +152,7 @@ class DistillNeeds(Needs):
     student_settings: AdapterSettings = field(kw_only=True)
     critic_settings: AdapterSettings = field(kw_only=True)
     window_rows: int = field(kw_only=True)
+    shortest: int = field(kw_only=True)
     chunks: int = field(kw_only=True)
     grad_chunks: int = field(kw_only=True)
     kv_reuse: bool = field(kw_only=True)
@@ -196,8 +193,9 @@ class DistillNeeds(Needs):
 
     def alternatives(self) -> list[tuple[str, "Needs"]]:
         fewer = [(f"--grad-chunks {k}", replace(self, grad_chunks=k)) for k in range(self.grad_chunks - 1, 0, -1)]
+        short = [(f"--max-chunks {self.shortest}", replace(self, chunks=self.shortest))]
         apart = [("--joint-scores off", replace(self, joint=False))] if self.joint else []
-        return fewer + apart + _engine_alternatives(self, ["student_settings", "critic_settings"])
+        return fewer + short + apart + _engine_alternatives(self, ["student_settings", "critic_settings"])
 
 
 def _engine_alternatives(needs: Needs, adapters: list[str]) -> list[tuple[str, Needs]]:
@@ -225,6 +223,21 @@ def _engine_alternatives(needs: Needs, adapters: list[str]) -> list[tuple[str, N
         ("stage 2, reduce_bucket_size 20000000 and park_moments in the adapters' files", replace(needs, **small))
     )
     return found
+
+
+@lru_cache
+def _base_bytes(config: str, dtype: torch.dtype, table: bool) -> tuple[int, int]:
+    """Of all blocks, and of everything else; the config as JSON."""
+    model = meta_model(json.loads(config))
+    if table:
+        for block in model.transformer_blocks:
+            block.adaln_proj = nn.Identity()
+    parts = {
+        name: sum(p.numel() for p in module.parameters()) * (4 if name in FP32_ISLAND else dtype.itemsize)
+        for name, module in model.named_children()
+    }
+    blocks = parts.pop("transformer_blocks")
+    return blocks, sum(parts.values())
 
 
 def largest(needs: Needs) -> Moment:
