@@ -1,12 +1,13 @@
-"""Fixtures that several test files share: a small embedded world on disk and a small base config."""
+"""Fixtures that several test files share: a small embedded world on disk, a small base config, a small base."""
 
 import json
 from pathlib import Path
 
 import pytest
-from small import CONFIG
+from small import CONFIG, small_model
 
 from rtcwm.data.make import write_world
+from rtcwm.model.attention import install, resolve
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +24,11 @@ def base_config(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("base") / "small_base.json"
     path.write_text(json.dumps(CONFIG | {"text_dim": 64}))
     return path
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A small base with rtcwm's own attention and blocks, on the CPU's kernel."""
+    model = small_model()
+    install(model, resolve("sdpa", "cpu"))
+    return model

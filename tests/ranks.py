@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 import torch
 
+from rtcwm.errors import UserError
+
 CONTEXT = multiprocessing.get_context("forkserver")
 # The programs bring torch, DeepSpeed and diffusers. The last one is what DeepSpeed imports as it makes an optimizer: it
 # decorates a function with torch.compile, which takes longer than all else that a small engine does.
@@ -55,6 +57,18 @@ def run_ranks(size: int, function: Callable, *arguments: object, local_size: int
             process.join(timeout=5)
             process.kill()
     return [outcomes[rank] for rank in range(size)]
+
+
+def refusals(world, prepare: Callable, config: type, cases: list[dict]) -> list[str]:
+    """What a program's `prepare` says to the settings of each case, on this rank: "accepted", or its error."""
+    messages = []
+    for case in cases:
+        try:
+            prepare(world, config(**case))
+            messages.append("accepted")
+        except UserError as error:
+            messages.append(str(error))
+    return messages
 
 
 def be_rank(rank: int, size: int, local_size: int, port: int) -> None:

@@ -4,6 +4,7 @@ import torch
 from diffusers import MiniMaxH3Transformer3DModel
 
 from rtcwm.model.layout import AUDIO_LATENT_CHANNELS, LATENT_CHANNELS, Geometry
+from rtcwm.model.lora import Adapter, AdapterShape
 from rtcwm.model.packing import Window
 
 CONFIG = dict(
@@ -38,6 +39,15 @@ def small_model(mixed: bool = False) -> MiniMaxH3Transformer3DModel:
             getattr(model, name).float()
         model.rope.inv_freq = type(model.rope)(CONFIG["rope_freq_dim"]).inv_freq
     return model.requires_grad_(False)
+
+
+def random_adapter(shape: AdapterShape, seed: int = 0, size: float = 0.1) -> Adapter:
+    """An adapter that does something: its up projections are normal of this size instead of zero."""
+    adapter, draw = Adapter(shape, seed), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for pair in adapter.pairs():
+            pair.up.normal_(0, size, generator=draw)
+    return adapter
 
 
 def random_window(

@@ -10,7 +10,7 @@ import torch
 from diffusers import MiniMaxH3Transformer3DModel
 from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3AttnProcessor
 from ranks import run_ranks
-from small import CONFIG, random_window, small_model
+from small import CONFIG, random_adapter, random_window, small_model
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,12 +30,7 @@ LINEARS = dict(zip(SITES, ("attn.to_qkv", "attn.to_out.0", "ff.net.0.proj", "ff.
 
 
 def adapter_of(alpha: float = 4.5, seed: int = 0) -> Adapter:
-    adapter = Adapter(AdapterShape.of(CONFIG, RANK, alpha), seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for pair in adapter.pairs():
-            pair.up.normal_(0, 0.3, generator=generator)
-    return adapter.double()
+    return random_adapter(AdapterShape.of(CONFIG, RANK, alpha), seed, size=0.3).double()
 
 
 def block_inputs(model: MiniMaxH3Transformer3DModel, batch: int = 1, rows: int = ROWS) -> tuple:

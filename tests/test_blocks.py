@@ -34,16 +34,8 @@ def forward(model, window: Window, layout, times, index) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def stock():
-    """The base with diffusers' own processor."""
+    """The weights of `model` with diffusers' own processor."""
     return small_model()
-
-
-@pytest.fixture(scope="module")
-def model():
-    """The same weights with rtcwm's processor."""
-    model = small_model()
-    install(model, CPU)
-    return model
 
 
 @pytest.mark.parametrize("batch", [1, 2])

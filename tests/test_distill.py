@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from launch import alone, deepspeed, kill, numbers, rows, run, start
-from ranks import run_ranks
+from ranks import refusals, run_ranks
 from safetensors.torch import load_file, save_file
+from small import random_adapter
 
 from rtcwm.data.clips import open_clips
 from rtcwm.engine.streams import Streams
@@ -35,13 +36,10 @@ ITERATIONS = 3
 
 
 def make_adapter(path: Path, config: dict, seed: int, rank: int = 4, **metadata: str) -> str:
-    adapter = Adapter(AdapterShape.of(config, rank), seed)
-    generator = torch.Generator().manual_seed(seed)
+    adapter = random_adapter(AdapterShape.of(config, rank), seed)
     with torch.no_grad():
-        for pair in adapter.pairs():
-            pair.up.normal_(0, 0.1, generator=generator)
-            for parameter in pair.parameters():
-                parameter.copy_(parameter.bfloat16())  # as the file holds it
+        for parameter in adapter.parameters():
+            parameter.copy_(parameter.bfloat16())  # as the file holds it
     save_adapter(path, adapter, metadata)
     return str(path)
 
@@ -376,17 +374,6 @@ def test_the_shared_draws_cover_their_range_and_repeat(options):
 CAUSAL = {"teacher_kind": "causal", "min_chunks": 6}
 
 
-def refused(world, cases: list[dict]) -> list[str]:
-    messages = []
-    for options in cases:
-        try:
-            prepare(world, DistillConfig(**options))
-            messages.append("accepted")
-        except UserError as error:
-            messages.append(str(error))
-    return messages
-
-
 def test_bad_input_is_refused_before_anything_heavy(options, tmp_path):
     source = open_base(options["base"])
     config = source.config
@@ -451,7 +438,7 @@ def test_bad_input_is_refused_before_anything_heavy(options, tmp_path):
         ({"val_clips": 6}, "hold out"),
     ]
     choices = [options | {"out": str(tmp_path / f"run{index}")} | change for index, (change, _) in enumerate(cases)]
-    for messages in run_ranks(2, refused, choices):
+    for messages in run_ranks(2, refusals, prepare, DistillConfig, choices):
         for message, (change, expected) in zip(messages, cases, strict=True):
             assert expected in message, f"{change}: {message}"
     with pytest.raises(UserError, match="--min-chunks 9 is over --max-chunks 8"):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks import run_ranks
-from small import CONFIG, random_window
+from small import CONFIG, random_adapter, random_window
 
 from rtcwm.engine.adapter import AdapterEngine
 from rtcwm.engine.base import BaseEngine
@@ -43,13 +43,7 @@ def loss_of(model, index: int, attend_of, **options) -> torch.Tensor:
 
 
 def new_adapter(seed: int = 5) -> Adapter:
-    """An adapter that does something from the start, so that its down projections have a gradient."""
-    adapter = Adapter(AdapterShape.of(FULL_CONFIG, RANK, alpha=8.0), seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for pair in adapter.pairs():
-            pair.up.normal_(0, 0.1, generator=generator)
-    return adapter
+    return random_adapter(AdapterShape.of(FULL_CONFIG, RANK, alpha=8.0), seed)
 
 
 FULL_CONFIG = None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small import CONFIG, random_window, small_model
+from small import CONFIG, random_adapter, random_window, small_model
 
 from rtcwm.errors import UserError
 from rtcwm.model.adapter_files import file_shape, load_adapter, read_metadata, save_adapter
@@ -16,12 +16,7 @@ SHAPE = AdapterShape.of(CONFIG, RANK, alpha=6.0)
 
 
 def trained(seed: int = 0, shape: AdapterShape = SHAPE) -> Adapter:
-    adapter = Adapter(shape, seed)
-    generator = torch.Generator().manual_seed(seed + 50)
-    with torch.no_grad():
-        for pair in adapter.pairs():
-            pair.up.normal_(0, 0.2, generator=generator)
-    return adapter
+    return random_adapter(shape, seed, size=0.2)
 
 
 def velocity_of(model, window) -> torch.Tensor:

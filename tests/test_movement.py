@@ -11,7 +11,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from ranks import run_ranks
-from small import CONFIG, random_window
+from small import CONFIG, random_adapter, random_window
 
 from rtcwm.engine import base as base_module
 from rtcwm.engine.adapter import AdapterEngine
@@ -23,7 +23,7 @@ from rtcwm.engine.settings import ActivationSettings, BaseSettings, read_adapter
 from rtcwm.model.attention import install, make_attend, resolve
 from rtcwm.model.blocks import predict_velocity
 from rtcwm.model.loading import SeededSource, read_config
-from rtcwm.model.lora import Adapter, AdapterShape
+from rtcwm.model.lora import AdapterShape
 
 LAYERS, RANK, CHUNKS = 5, 4, 1
 INPUT_ROWS = random_window(5 * CHUNKS).layout(stream=True).rows
@@ -46,15 +46,6 @@ def settings(files: Path, **changes) -> BaseSettings:
     return replace(plain, **changes)
 
 
-def new_adapter(config: dict, seed: int) -> Adapter:
-    adapter = Adapter(AdapterShape.of(config, RANK), seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for pair in adapter.pairs():
-            pair.up.normal_(0, 0.1, generator=generator)
-    return adapter
-
-
 class Watched:
     """A base and two adapters, and what crossed between the parameters' places meanwhile."""
 
@@ -65,7 +56,10 @@ class Watched:
         self.kernel = resolve("sdpa", "cpu")
         install(self.base.model, self.kernel)
         adapter_settings = read_adapter_settings(files / "adapter.json")
-        self.engines = [AdapterEngine(world, new_adapter(config, seed), adapter_settings) for seed in (5, 6)]
+        self.engines = [
+            AdapterEngine(world, random_adapter(AdapterShape.of(config, RANK), seed), adapter_settings)
+            for seed in (5, 6)
+        ]
         self.runs = [self.base.activations.runner(engine.adapter) for engine in self.engines]
         self.blocks = list(self.base.model.transformer_blocks)
         self.whole = []  # numbers of the blocks that are whole while one computes

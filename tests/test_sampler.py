@@ -18,13 +18,6 @@ close = partial(torch.testing.assert_close, rtol=2e-4, atol=2e-4)
 
 
 @pytest.fixture(scope="module")
-def model():
-    model = small_model()
-    install(model, CPU)
-    return model
-
-
-@pytest.fixture(scope="module")
 def shallow():
     """The same base with its first block alone."""
     model = small_model()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ranks import run_ranks
-from small import CONFIG, random_window
+from small import CONFIG, random_adapter, random_window
 
 from rtcwm.engine.activations import Activations
 from rtcwm.engine.adapter import AdapterEngine
@@ -23,7 +23,7 @@ from rtcwm.errors import UserError
 from rtcwm.model.attention import install, make_attend, resolve
 from rtcwm.model.blocks import predict_velocity
 from rtcwm.model.loading import SeededSource, read_config
-from rtcwm.model.lora import Adapter, AdapterShape, Slot
+from rtcwm.model.lora import AdapterShape, Slot
 from rtcwm.model.masks import groups
 from rtcwm.train.preflight import check_settings
 
@@ -42,15 +42,6 @@ def adapter_settings(tmp_path) -> AdapterSettings:
     return read_adapter_settings(path)
 
 
-def new_adapter(config: dict, seed: int) -> Adapter:
-    adapter = Adapter(AdapterShape.of(config, 4, alpha=8.0), seed=seed)
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for pair in adapter.pairs():
-            pair.up.normal_(0, 0.1, generator=draw)
-    return adapter
-
-
 def one_step(world, config: dict, settings: BaseSettings, adapter: AdapterSettings) -> dict:
     """Three forward passes of two adapters whose graphs live at once, one backward pass; what was run and left."""
     cpu, calls = resolve("sdpa", "cpu"), {"forward": 0, "backward": 0}
@@ -65,7 +56,8 @@ def one_step(world, config: dict, settings: BaseSettings, adapter: AdapterSettin
     kernel = replace(cpu, name="counted", forward=counted("forward"), backward=counted("backward"))
     base = BaseEngine(world, SeededSource(config, seed=3), settings)
     install(base.model, kernel)
-    engine, other = AdapterEngine(world, new_adapter(config, 5), adapter), new_adapter(config, 6)
+    shape = AdapterShape.of(config, 4, alpha=8.0)
+    engine, other = AdapterEngine(world, random_adapter(shape, 5), adapter), random_adapter(shape, 6)
     runners = [base.activations.runner(which) for which in (engine.adapter, other)]
     window = random_window(5 * CHUNKS, batch=2)
     layout = window.layout(stream=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch import alone, deepspeed, kill, numbers, rows, run, start
-from ranks import free_port, run_ranks
+from ranks import free_port, refusals, run_ranks
 from safetensors.torch import load_file, save_file
 
 from rtcwm.errors import UserError
@@ -205,18 +205,6 @@ def test_bad_numbers_are_skipped_counted_and_end_the_run_with_the_last_good_stat
     assert json.loads((tmp_path / "run" / "state" / "step00003" / "state.json").read_text())["counters"]["skipped"] == 0
 
 
-def refused(world, cases: list[dict]) -> list[str]:
-    """What `prepare` says to each case, on this rank."""
-    messages = []
-    for options in cases:
-        try:
-            prepare(world, TrainConfig(**options))
-            messages.append("accepted")
-        except UserError as error:
-            messages.append(str(error))
-    return messages
-
-
 def clips_with(clips_root: Path, target: Path, damage) -> str:
     shutil.copytree(clips_root, target)
     (target / "manifest.json").unlink()
@@ -289,7 +277,7 @@ def test_bad_input_is_refused_before_anything_heavy(clips_root, base_config, tmp
         ({"warmup": 0}, "accepted"),
     ]
     options = [good | {"out": str(tmp_path / f"run{index}")} | change for index, (change, _) in enumerate(cases)]
-    for messages in run_ranks(2, refused, options):
+    for messages in run_ranks(2, refusals, prepare, TrainConfig, options):
         for message, (change, expected) in zip(messages, cases, strict=True):
             assert expected in message, f"{change}: {message}"
     made = sorted(path.name for path in tmp_path.glob("run*"))
