@@ -43,7 +43,7 @@ def test_two_ranks_from_one_command(base, tmp_path, monkeypatch, capsys):
     out = tmp_path / "scale"
     flags = {
         "out": out, "base": base, "ranks": 2, "height": 64, "width": 96, "text-rows": 5, "steps": 1,
-        "same-steps": STEPS, "minutes": 3, "launcher": "torchrun",
+        "same-steps": STEPS, "same-height": 32, "minutes": 3, "launcher": "torchrun",
     }  # fmt: skip
     words = ["bench", "scale", *(word for name, value in flags.items() for word in (f"--{name}", value))]
     code = rtcwm(monkeypatch, *words, "--only", "[same,train-2-by2]")

@@ -189,8 +189,11 @@ class ScaleBench(Sized):
         critic_per_gen: critic updates an iteration.
         distill_layers: blocks of the base in distillation, where they are to be fewer.
         same_layers: blocks of the base where numbers of several ranks are held against those of one.
+        same_height: height of the picture there; default: as elsewhere.
+        same_width: width of the picture there; default: as elsewhere.
         same_steps: steps that are compared; a rank is killed after a quarter of them.
-        timeout: seconds in which the others have to end when a rank is killed.
+        timeout: seconds in which the others have to end when a rank is killed; also how long ranks of that run wait for
+            each other in a collective, while one of them compiles.
         kill_rank: rank to kill; default: the last.
         launcher: of the run whose rank is killed.
         base_config: DeepSpeed JSON of the base engine; its shard_group is set by every part.
@@ -211,8 +214,10 @@ class ScaleBench(Sized):
     critic_per_gen: int = 2
     distill_layers: int | None = None
     same_layers: int | None = 4
+    same_height: int | None = None
+    same_width: int | None = None
     same_steps: int = 20
-    timeout: int = 30
+    timeout: int = 90
     kill_rank: int | None = None
     launcher: Literal["deepspeed", "torchrun"] = "deepspeed"
     base_config: str | None = None

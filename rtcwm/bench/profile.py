@@ -79,7 +79,7 @@ class Kernels:
         return report.table(rows)
 
     def as_dict(self) -> dict:
-        top = [dict(zip(("name", "class", "seconds", "calls"), row)) for row in self.top()]
+        top = [dict(zip(("name", "class", "seconds", "calls"), row, strict=True)) for row in self.top()]
         return {"wall": self.wall, "by_class": self.by_class(), "top": top}
 
 

@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 
 from rtcwm.bench.command import ScaleBench, require
-from rtcwm.bench.inputs import Case
-from rtcwm.bench.scale_parts import FAMILIES, Part, Place, parts_of, run_part
+from rtcwm.bench.scale_parts import FAMILIES, Part, Place, case_of, parts_of, run_part
 from rtcwm.bench.scale_table import describe
 from rtcwm.engine.checkpoint import replace_file
 
@@ -38,7 +37,8 @@ def bench(settings: ScaleBench) -> int:
     require(ranks >= 2, f"--ranks: found {cards} GPUs; several ranks are needed (on the CPU, say how many)")
     require(not cards or ranks <= cards, f"--ranks {ranks}: found {cards} GPUs")
     require(settings.kill_rank is None or settings.kill_rank < ranks, f"--kill-rank: expected less than {ranks}")
-    Case.of(settings)  # a base or a size that is not there: an error now
+    for family in FAMILIES:
+        case_of(settings, family)  # a base or a size that is not there: an error now
     wanted = chosen(parts_of(ranks), settings.only)
     settings.out.mkdir(parents=True, exist_ok=True)
     results = Results(settings)

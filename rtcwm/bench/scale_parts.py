@@ -29,6 +29,8 @@ from rtcwm.model.layout import SPAN_CHUNKS
 FAMILIES = ("train", "distill", "same")
 PATIENCE_SECONDS = 300
 """How long ranks wait for each other, but where one is killed: longer than any part, whose limit then explains a hang."""
+LATE_SECONDS = 20
+"""How long ranks that should have ended are watched further."""
 TOLD = re.compile(r"is gone|exit ?code|exits with return code|watchdog|NCCL error|Signal \d", re.IGNORECASE)
 """Lines that say how a run ended whose rank was killed."""
 
@@ -115,9 +117,7 @@ class Place:
 
     def case(self) -> Case:
         """What this part's family runs on: its blocks at most those of the base."""
-        settings, whole = self.settings, Case.of(replace(self.settings, layers=None)).whole_layers
-        own = {"train": None, "distill": settings.distill_layers, "same": settings.same_layers}[self.part.family]
-        return Case.of(replace(settings, layers=min(own or settings.layers or whole, whole)))
+        return case_of(self.settings, self.part.family)
 
     def shared_flags(self) -> dict[str, object]:
         """Flags that `rtcwm bench` and the programs share."""
@@ -127,6 +127,19 @@ class Place:
             "adaln": "live" if self.part.live else settings.adaln, "adaln-times": settings.adaln_times,
             "adaln-dir": Path(folder).resolve(), "base-config": self.base_config(),
         }  # fmt: skip
+
+
+def case_of(settings: ScaleBench, family: str) -> Case:
+    """What a family of parts runs on: its blocks at most those of the base.
+
+    Raises:
+        UserError: a base that is not there, or sizes that cannot be packed.
+    """
+    whole, same = Case.of(replace(settings, layers=None)).whole_layers, family == "same"
+    own = {"train": None, "distill": settings.distill_layers, "same": settings.same_layers}[family]
+    height, width = (settings.same_height, settings.same_width) if same else (None, None)
+    sizes = {"height": height or settings.height, "width": width or settings.width}
+    return Case.of(replace(settings, layers=min(own or settings.layers or whole, whole), **sizes))
 
 
 def run_part(part: Part, place: Place) -> dict:
@@ -201,7 +214,7 @@ def _death(place: Place, launcher: str, words: Sequence[str]) -> dict:
         return {"failed": f"rank {number} is not there to be killed: {_why(child)}"}
     ranks[number].send_signal(signal.SIGKILL)
     began, gone = time.monotonic(), None
-    limit = began + 2 * settings.timeout
+    limit = began + settings.timeout + LATE_SECONDS
     while not child.is_over(0.0 if place.stop.is_set() else min(limit, place.deadline)):
         if gone is None and not any(is_running(rank.pid) for rank in ranks.values()):
             gone = time.monotonic() - began
