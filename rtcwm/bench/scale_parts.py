@@ -130,7 +130,7 @@ class Place:
 
 
 def case_of(settings: ScaleBench, family: str) -> Case:
-    """What a family of parts runs on: its blocks at most those of the base.
+    """What a family of parts runs on; of blocks that it has a number of its own for, at most those of the base.
 
     Raises:
         UserError: a base that is not there, or sizes that cannot be packed.
@@ -139,7 +139,7 @@ def case_of(settings: ScaleBench, family: str) -> Case:
     own = {"train": None, "distill": settings.distill_layers, "same": settings.same_layers}[family]
     height, width = (settings.same_height, settings.same_width) if same else (None, None)
     sizes = {"height": height or settings.height, "width": width or settings.width}
-    return Case.of(replace(settings, layers=min(own or settings.layers or whole, whole), **sizes))
+    return Case.of(replace(settings, layers=min(own, whole) if own else settings.layers, **sizes))
 
 
 def run_part(part: Part, place: Place) -> dict:
