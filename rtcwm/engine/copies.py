@@ -149,13 +149,13 @@ class Stored:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.bytes = tensor.numel() * tensor.element_size()
         self._memory, self._pages = memory, memory.take(self.bytes)
-        for page, part in zip(self._pages, as_bytes(tensor.contiguous()).split(PAGE_BYTES)):
+        for page, part in zip(self._pages, as_bytes(tensor.contiguous()).split(PAGE_BYTES), strict=True):
             page[: len(part)].copy_(part, non_blocking=memory.pinned)
 
     def load(self, target: Tensor) -> None:
         """Queues the copies into a contiguous tensor of its shape, and gives the pages back: the next user of them
         writes on the same stream, after these copies."""
-        for page, part in zip(self._pages, as_bytes(target).split(PAGE_BYTES)):
+        for page, part in zip(self._pages, as_bytes(target).split(PAGE_BYTES), strict=True):
             part.copy_(page[: len(part)], non_blocking=self._memory.pinned)
         self.drop()
 

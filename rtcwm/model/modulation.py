@@ -70,7 +70,9 @@ class AdalnTable:
         self._dtype = dtype
         # Of every entry, in the order of its time: the rows of every block.
         rows = [[file.tensor(_name(block)) for block in range(self.blocks)] for file in files]
-        places = [(blocks, at) for file, blocks in zip(files, rows) for at in range(file.shapes["times"][0])]
+        places = [
+            (blocks, at) for file, blocks in zip(files, rows, strict=True) for at in range(file.shapes["times"][0])
+        ]
         self._places = [places[index] for index in order.tolist()]
 
     def rows(self, times: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +94,7 @@ class AdalnTable:
         staged = torch.empty(shape, dtype=self._dtype, pin_memory=self.device.type == "cuda")
         for at, entry in enumerate(distinct.tolist()):
             blocks, row = self._places[entry]
-            for target, rows in zip(staged, blocks):
+            for target, rows in zip(staged, blocks, strict=True):
                 target[at].copy_(rows[row])
         self.moved_bytes += staged.nbytes
         return staged.to(self.device, non_blocking=True).view(self.blocks, -1, self.width), which

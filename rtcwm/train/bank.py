@@ -109,7 +109,9 @@ class Bank:
                 "the clips' text rows differ in number or tags, and windows of one batch share one layout: encode all "
                 "captions to one length, as the embedded world's are"
             )
-        video, proxy = (torch.cat(parts, 1).transpose(0, 1).contiguous().to(device) for parts in zip(*streams))
+        video, proxy = (
+            torch.cat(parts, 1).transpose(0, 1).contiguous().to(device) for parts in zip(*streams, strict=True)
+        )
         return cls(
             video=video,
             proxy=proxy,
