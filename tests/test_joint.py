@@ -42,7 +42,7 @@ def velocity(model, slot, adapters, batch: int = 1, stream: bool = False) -> tor
 @pytest.mark.parametrize("ffn_rows", [0, 17])
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_part_of_the_batch_equals_a_pass_of_its_own(ffn_rows, stream):
-    """Ranks and scales differ, and one part has no adapter; with rows of the feed-forward cut across the parts' bound."""
+    """Ranks and scales differ, and one part has no adapter; rows of the feed-forward cut across the parts' bound."""
     model = small_model()
     install(model, KERNEL, ffn_rows=ffn_rows)
     slot, adapters = inject(model), (adapter(1, 4, 6.0), None, adapter(2, 3, 3.0))
@@ -92,14 +92,15 @@ def scored(world, options: dict, base: dict, settings: tuple[str, ...], folder: 
 
 HOST = {"shard_group": 1, "zero_optimization": {"offload_param": {"device": "cpu"}}}
 BASES = {
-    "whole": (1, {"shard_group": 1}), "each": (2, {"shard_group": 1}), "shared": (2, {"shard_group": 2}), "host": (1, HOST),
+    "whole": (1, {"shard_group": 1}), "each": (2, {"shard_group": 1}), "shared": (2, {"shard_group": 2}),
+    "host": (1, HOST),
 }  # fmt: skip
 DEEP = CONFIG | {"num_layers": 4, "text_dim": 64}  # more blocks than the device holds of a base in parts
 
 
 @pytest.mark.parametrize("name", BASES)
 def test_joint_scores_are_those_of_two_passes(name, clips_root, tmp_path):
-    """Bit for bit, and each block is fetched once where it was fetched twice; "auto" is joint where blocks are fetched."""
+    """Bit for bit, and each block fetched once where it was fetched twice; "auto" is joint where blocks are fetched."""
     ranks, base = BASES[name]
     fetched = name in ("shared", "host")
     settings = ("auto", "off") if fetched else ("on", "auto")

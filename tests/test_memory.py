@@ -251,8 +251,8 @@ def test_what_cannot_fit_is_refused_with_what_would(tmp_path):
 
 
 def test_training_as_it_was_measured(tmp_path):
-    """On an H200, in plain torch without the engines' 4.1 GiB: 57 GiB with block inputs in host memory, 93 with them and
-    attention outputs on the card."""
+    """On an H200, in plain torch without the engines' 4.1 GiB: 57 GiB with block inputs in host memory, 93 with them
+    and attention outputs on the card."""
     needs = released("base_1x80gb", tmp_path)
     settings = read_adapter_settings(shipped_config("adapter"))
     train = TrainNeeds(

@@ -92,7 +92,8 @@ def test_tables_goals_and_the_plot(tmp_path):
             "distilled": evaluation(distilled[:14], (2, 2, 2.5)),
         }  # fmt: skip
         long = {
-            "df20": evaluation([21.0] * 20 if seed == 1 else falling, (3, 3, 3)), "df4": evaluation([22.0] * 20, (12, 12, 12)),
+            "df20": evaluation([21.0] * 20 if seed == 1 else falling, (3, 3, 3)),
+            "df4": evaluation([22.0] * 20, (12, 12, 12)),
             "distilled": evaluation(distilled, (2, 2, 2.5 if seed == 1 else 2.7), 1.05 if seed == 1 else 1.2),
         }  # fmt: skip
         if seed == 2:

@@ -1,4 +1,4 @@
-"""`rtcwm stream`: frames against rollouts and whole decodes, films that grow and are cut off, condition roots, faults."""
+"""`rtcwm stream`: frames against rollouts and whole decodes, films that grow or are cut, condition roots, faults."""
 
 import json
 import os
@@ -464,7 +464,10 @@ def test_a_root_that_stops_growing(world_root, tmp_path):
 FAULTS = {
     "no adapter": (dict(adapter="nowhere.safetensors"), "there is no such file"),
     "wrong base": (
-        dict(adapter="{real}/foreign.safetensors", clip="{real}/clips/clip_000000_0", base="{real}/base.json", model="{h3}"),
+        dict(
+            adapter="{real}/foreign.safetensors", clip="{real}/clips/clip_000000_0", base="{real}/base.json",
+            model="{h3}",
+        ),  # fmt: skip
         "trained on base 0000",
     ),
     "shape of another base": (dict(adapter="{real}/dmd.safetensors"), "dmd.safetensors"),
@@ -480,7 +483,10 @@ FAULTS = {
     "picture without prompt": (dict(clip=None, picture="{root}/first.png"), "--prompt"),
     "picture without proxies": (dict(clip=None, picture="{root}/first.png", prompt="a"), "go together"),
     "prompt of a clip": (dict(prompt="a"), "--prompt goes with --picture"),
-    "codec without a model": (dict(clip="{real}/clips/clip_000000_0", base="{real}/base.json", adapter="none"), "--model"),
+    "codec without a model": (
+        dict(clip="{real}/clips/clip_000000_0", base="{real}/base.json", adapter="none"),
+        "--model",
+    ),
     "another text": (dict(base="{real}/base.json", adapter="none"), "width 64, the base .* takes 32"),
     "existing film": (dict(out="{root}/there.mp4"), "--overwrite"),
     "no folder for the film": (dict(out="{root}/nowhere/film.mp4"), "cannot be written"),

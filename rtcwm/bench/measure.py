@@ -71,8 +71,8 @@ def reset_peaks(device: torch.device) -> None:
 
 def peaks(device: torch.device) -> dict[str, float | None]:
     """GiB since `reset_peaks`: allocated and reserved by torch on the card (None without one), resident on the host,
-    and page-locked there. And "outside": what the card's other users hold now, the communicators' buffers and CUDA's own
-    among them."""
+    and page-locked there. And "outside": what the card's other users hold now, the communicators' buffers and CUDA's
+    own among them."""
     found, card = memory.peaks(device), device.type == "cuda"
     outside = None
     if card:

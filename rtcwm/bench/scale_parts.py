@@ -28,7 +28,7 @@ from rtcwm.model.layout import SPAN_CHUNKS
 
 FAMILIES = ("train", "distill", "same")
 PATIENCE_SECONDS = 300
-"""How long ranks wait for each other, but where one is killed: longer than any part, whose limit then explains a hang."""
+"""How long ranks wait for each other, but where one is killed: longer than any part, whose limit explains a hang."""
 LATE_SECONDS = 20
 """How long ranks that should have ended are watched further."""
 TOLD = re.compile(r"is gone|exit ?code|exits with return code|watchdog|NCCL error|Signal \d", re.IGNORECASE)

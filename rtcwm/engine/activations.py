@@ -203,8 +203,8 @@ class Activations:
             self.carrier.close()
 
     def runner(self, *adapters: Adapter | None, save_attention: bool = True) -> Callable[..., torch.Tensor]:
-        """A function ``run(block, hidden, *rest) -> hidden`` that runs a block with this adapter, or without a graph with
-        several, each on an equal part of the batch.
+        """A function ``run(block, hidden, *rest) -> hidden`` that runs a block with this adapter, or without a graph
+        with several, each on an equal part of the batch.
 
         hidden is ``[B, rows, width]``. ``rest`` is shared by all blocks, needs no gradient and stays on the device.
 

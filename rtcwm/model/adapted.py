@@ -1,10 +1,12 @@
-"""The arithmetic of an adapted linear layer: ``x weight^T + scale * (x down^T) up^T``, its gradient, and several at once.
+"""The arithmetic of an adapted linear layer: ``x weight^T + scale * (x down^T) up^T``, its gradient, and several at
+once.
 
 It takes no pass over its rows beyond the products. The small product comes first and the base's is added onto it by the
-matrix kernel itself (``addmm_``), which reads the sum where it writes it; so in the backward pass. The graph of a layer is two nodes: one saves what the backward pass needs, before anything is computed, and owns
-the gradient; the other computes. A recompute of a block ends where its last tensor is saved, and so never repeats the
-base's product of the last layer, which nothing in the block needs. A frozen weight is kept as the parameter itself:
-under ZeRO-3 its values come and go with its block, and a tensor made of it would keep them gathered.
+matrix kernel itself (``addmm_``), which reads the sum where it writes it; so in the backward pass. The graph of a layer
+is two nodes: one saves what the backward pass needs, before anything is computed, and owns the gradient; the other
+computes. A recompute of a block ends where its last tensor is saved, and so never repeats the base's product of the
+last layer, which nothing in the block needs. A frozen weight is kept as the parameter itself: under ZeRO-3 its values
+come and go with its block, and a tensor made of it would keep them gathered.
 
 Without a graph several adapters may be bound at once: the batch is cut into as many equal parts, in their order, and
 each part gets the low-rank term of its own adapter under one product with the base's weight (`Joint`). Two models then

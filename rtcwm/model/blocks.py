@@ -146,8 +146,8 @@ def predict_velocity(
     (1 - sigma; one a chunk [chunks], or a scalar; on the CPU, or the host may have to wait for the device).
 
     Args:
-        copies: run the batch so many times over, one copy after the other along the batch axis, as adapters that share a
-            pass take it; the result is [copies * B, ...].
+        copies: run the batch so many times over, one copy after the other along the batch axis, as adapters that share
+            a pass take it; the result is [copies * B, ...].
         text: rows of `embed_text` for the window's text, where they are known.
     """
     made = modulate(model, *row_times(layout, target_times, text_time), layout.tags)

@@ -12,10 +12,10 @@ target chunk 6.73 GiB. Keys of a window are put together inside a block, so a gr
 blocks are checkpointed.
 
 What reading costs: at 34,000 rows the keys of a block are 487 MB, and a step reads and writes them once to put them
-together and once to rotate them, the values once: 2.9 GB, 0.7 ms at 4.3 TB/s beside 13 ms of products and attention, 5%.
-Keys and values of the window rotated and put together once a chunk would spare three of a chunk's five such reads (four
-steps and the forward that fills the cache), 3% of a rollout, for a second window of 38.6 GiB; beside the graphs of four
-chunks (60.1 GiB) and the base that fits no card of 141 GB, so it is not done.
+together and once to rotate them, the values once: 2.9 GB, 0.7 ms at 4.3 TB/s beside 13 ms of products and attention,
+5%. Keys and values of the window rotated and put together once a chunk would spare three of a chunk's five such reads
+(four steps and the forward that fills the cache), 3% of a rollout, for a second window of 38.6 GiB; beside the graphs
+of four chunks (60.1 GiB) and the base that fits no card of 141 GB, so it is not done.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

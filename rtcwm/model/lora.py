@@ -122,7 +122,7 @@ class Slot:
             self.active = former
 
     def runner(self, adapter: Adapter | None) -> Callable[..., Tensor]:
-        """A function ``run(block, hidden, *rest) -> hidden`` that runs a block with this adapter and nothing around it."""
+        """A function ``run(block, hidden, *rest) -> hidden`` that runs a block with this adapter, nothing around it."""
 
         def run(block: nn.Module, hidden: Tensor, *rest: object) -> Tensor:
             with self.bind(adapter):

@@ -1,13 +1,14 @@
-"""Device memory of one block at work, by formula: what lives at the worst moment beside weights, caches and block inputs.
+"""Device memory of one block at work, by formula: what lives at the worst moment beside weights, caches and block
+inputs.
 
-A row is counted in numbers of the block's widths: h hidden, a = heads x head width, f of the feed-forward. What is alive
-follows from the block's own forward (`rtcwm.model.block`) with its pieces compiled, which keep no temporaries; eager
-ones add a few tensors more. Per row:
+A row is counted in numbers of the block's widths: h hidden, a = heads x head width, f of the feed-forward. What is
+alive follows from the block's own forward (`rtcwm.model.block`) with its pieces compiled, which keep no temporaries;
+eager ones add a few tensors more. Per row:
 
-- forward, attention: the block's input and normed rows 2h; fused qkv 3a; normed q and k 2a; output a; and a more where q
-  is rotated by itself, as beside a cache;
-- forward, feed-forward: input, residual, normed rows and attention's output 4h; both halves of the first layer 2f, their
-  product f. In parts, these and the part's before, 6f, for the rows of a part alone;
+- forward, attention: the block's input and normed rows 2h; fused qkv 3a; normed q and k 2a; output a; and a more where
+  q is rotated by itself, as beside a cache;
+- forward, feed-forward: input, residual, normed rows and attention's output 4h; both halves of the first layer 2f,
+  their product f. In parts, these and the part's before, 6f, for the rows of a part alone;
 - backward, feed-forward: kept rows 4h and gradients 2h; kept qkv, q, k and output 6a; kept first layer 2f, gradients of
   the second's input f and of the first's output 2f. In parts, two more rows h, and 9f for the rows of a part: what is
   left of the part before among them;
@@ -63,7 +64,7 @@ class BlockSizes:
         return self.itemsize * self.layers * rows * self.hidden
 
     def outputs(self, rows: int) -> int:
-        """Bytes of the outputs of attention of all blocks, where they are kept; the logsumexp is a hundredth of them."""
+        """Bytes of all blocks' outputs of attention, where they are kept; the logsumexp is a hundredth of them."""
         return self.itemsize * self.layers * rows * self.inner
 
     def activations(self, rows: int, blocks: int) -> int:

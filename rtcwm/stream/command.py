@@ -78,7 +78,7 @@ class Opening:
     def __post_init__(self) -> None:
         require(
             (self.clip is None) != (self.picture is None),
-            "a stream starts from a prepared clip (--clip) or from a picture (--picture with --prompt): name one of them",
+            "a stream starts from a prepared clip (--clip) or from a picture (--picture with --prompt): name one",
         )
         require(self.picture is None or self.prompt is not None, "--picture needs --prompt: the caption of the stream")
         require(self.clip is None or self.prompt is None, "--prompt goes with --picture; a clip has its own caption")
@@ -104,14 +104,14 @@ class Settings(Opening):
     """A stream as a file.
 
     Args:
-        out: mp4 to write. It plays while it grows, a fragment a chunk, and after a kill; once finished it is an ordinary
-            file.
-        conditions: condition root with the stream's proxies (%06d.depth.f32, %06d.semantic_id.png, from 000000 on); with
-            a picture.
+        out: mp4 to write. It plays while it grows, a fragment a chunk, and after a kill; once finished it is an
+            ordinary file.
+        conditions: condition root with the stream's proxies (%06d.depth.f32, %06d.semantic_id.png, from 000000 on);
+            with a picture.
         chunks: length of the stream (17 frames, 0.708 s a chunk); default: all proxies.
         overwrite: replace an existing --out.
-        follow: wait for the frames of a condition root that is still growing. A frame is taken once its PNG is whole and
-            its depth has its full size.
+        follow: wait for the frames of a condition root that is still growing. A frame is taken once its PNG is whole
+            and its depth has its full size.
         follow_seconds: end when no new frame came for so long; a file END in the condition root ends it at once.
         report: JSON file for the seconds of every chunk.
     """

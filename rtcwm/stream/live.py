@@ -5,8 +5,8 @@
             show(frames)
 
 `proxies` may be any iterable, and may wait for whatever makes them. A proxy is one chunk: latents `[24, 5, ph, pw]` as
-clips hold them; depth in metres and class ids, both `[17, H, W]`, H and W multiples of the proxy's size; or DUV pictures,
-uint8 `[17, 16 ph, 16 pw, 3]`. Arrays are encoded as preparation encodes them.
+clips hold them; depth in metres and class ids, both `[17, H, W]`, H and W multiples of the proxy's size; or DUV
+pictures, uint8 `[17, 16 ph, 16 pw, 3]`. Arrays are encoded as preparation encodes them.
 
 With the VAE of MiniMax-H3 frames follow their proxies by one chunk: the first `next` gives none, and `finish` the last
 chunk's. With the embedded world's codec they come at once.

@@ -1,7 +1,8 @@
 """What a stream starts from: a start frame of a prepared clip, or a picture and a caption encoded on the spot.
 
-A picture is encoded as preparation encodes the start frames of clips, and what is encoded takes the clip files' rounding
-(fp16 latents, bf16 text), so that a stream from a condition root is the stream of the clip that would be prepared of it.
+A picture is encoded as preparation encodes the start frames of clips, and what is encoded takes the clip files'
+rounding (fp16 latents, bf16 text), so that a stream from a condition root is the stream of the clip that would be
+prepared of it.
 The text encoder is let go before the base is built: the two need not fit a card together.
 """
 
@@ -140,8 +141,8 @@ def open_origin(opening: Opening, picture1: str, text_width: int) -> Origin:
     origin = _clip(opening) if opening.clip is not None else _picture(opening, picture1)
     if origin.text_width not in (None, text_width):
         raise UserError(
-            f"the text of this stream has width {origin.text_width}, the base ({opening.base_name}) takes {text_width}: "
-            "name the base that goes with it with --base, or the --model that goes with the base"
+            f"the text of this stream has width {origin.text_width}, the base ({opening.base_name}) takes "
+            f"{text_width}: name the base that goes with it with --base, or the --model that goes with the base"
         )
     return origin
 
@@ -181,8 +182,8 @@ def _picture(opening: Opening, picture1: str) -> PictureOrigin:
     check_target(size, "the picture" if opening.size is None else "--size")
     settings = Settings(
         size=size, proxy_size=parse_size(opening.proxy_size, "--proxy-size"), picture1_2048=picture1 == "2048",
-        vision_picture=opening.vision_picture, system_prompt=_text(opening.system_prompt), text_layer=opening.text_layer,
-        text_dtype=opening.text_dtype, tf32=opening.tf32,
+        vision_picture=opening.vision_picture, system_prompt=_text(opening.system_prompt),
+        text_layer=opening.text_layer, text_dtype=opening.text_dtype, tf32=opening.tf32,
     )  # fmt: skip
     folder = opening.model_folder
     if folder is None:

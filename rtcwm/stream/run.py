@@ -142,7 +142,8 @@ def line(laps: list[Lap], peak: float) -> str:
     waited = f", waited {lap.waited:.1f} s" if lap.waited > 0.05 else ""
     return (
         f"chunk {lap.chunk}: {lap.seconds:.3f} s (proxy {lap.proxy:.3f}, denoise {lap.denoise:.3f}, decode "
-        f"{lap.decode:.3f}, write {lap.write:.3f}{waited}), {PLAYS / lap.seconds:.2f} x real time; {told}; peak {peak:.2f} GiB"
+        f"{lap.decode:.3f}, write {lap.write:.3f}{waited}), {PLAYS / lap.seconds:.2f} x real time; {told}; "
+        f"peak {peak:.2f} GiB"
     )
 
 

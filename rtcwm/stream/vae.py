@@ -1,9 +1,9 @@
 """Frames of the VAE of MiniMax-H3, one chunk behind their latents.
 
-A chunk is decoded from its five latents and the next one's first two, so its frames can be told one chunk (0.708 s of the
-stream) later. Of those seven latents the VAE makes 22 frames: the chunk's 17, and five that it foresees of the next, over
-which the next chunk's own first five are faded in. `VaePixels` keeps the latents that wait and the five frames, and
-gives, chunk by chunk, exactly what the class makes of the whole stream at once.
+A chunk is decoded from its five latents and the next one's first two, so its frames can be told one chunk (0.708 s of
+the stream) later. Of those seven latents the VAE makes 22 frames: the chunk's 17, and five that it foresees of the
+next, over which the next chunk's own first five are faded in. `VaePixels` keeps the latents that wait and the five
+frames, and gives, chunk by chunk, exactly what the class makes of the whole stream at once.
 
 Where the two cannot agree: the whole stream's decoder pads its end with copies of the last latent. A chunk that was the
 last one of a shorter stream therefore looks different (mostly in its last frames) once another follows it, and a chunk

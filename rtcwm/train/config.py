@@ -133,13 +133,13 @@ class DistillConfig(RunConfig):
     rollout_history: Literal["last-step", "clean"] = option("last-step", "noise level at which history is attended to")
     stops: Literal["random", "late", "last"] = option(
         "random",
-        "step at which a chunk of a rollout stops: a random one of the schedule, always the last, or late: the last with "
-        "probability 1/2, else a random one",
+        "step at which a chunk of a rollout stops: a random one of the schedule, always the last, or late: the last "
+        "with probability 1/2, else a random one",
     )
     joint_scores: Literal["auto", "on", "off"] = option(
         "auto",
-        "score with teacher and critic in one pass over the base, each on a copy of the batch; auto: where blocks of the "
-        "base are fetched, and a window of under 10,000 rows does not hide that",
+        "score with teacher and critic in one pass over the base, each on a copy of the batch; auto: where blocks of "
+        "the base are fetched, and a window of under 10,000 rows does not hide that",
     )
     ema: float = option(0.0, "decay of the student's running mean, saved as student_ema_iter files; 0: none")
     gen_lr: float = option(2e-6, "the student's learning rate")

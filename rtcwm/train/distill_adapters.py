@@ -1,4 +1,4 @@
-"""The three adapters of a distillation, held against the base, the settings and each other: files and metadata alone."""
+"""The three adapters of a distillation, held against the base, the settings, each other: files and metadata alone."""
 
 from pathlib import Path
 

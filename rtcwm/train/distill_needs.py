@@ -1,4 +1,4 @@
-"""What follows from the size of a teacher's window: whether both scores share a pass, and the memory of an iteration."""
+"""What follows from the size of a teacher's window: whether both scores share a pass, the memory of an iteration."""
 
 from rtcwm.engine.base import shard_group_size
 from rtcwm.engine.settings import AdapterSettings
@@ -11,8 +11,8 @@ from rtcwm.train.preflight import Inputs
 from rtcwm.train.teacher import window_chunks
 
 HIDING_ROWS = 10_000
-"""Rows behind whose products the next block's fetch hides. A block of w weights takes 2w bytes and 2w operations a row: at
-50 GB/s from host memory and 500 TFLOP/s, the time of 10,000 rows; between cards it is a quarter of that."""
+"""Rows behind whose products the next block's fetch hides. A block of w weights takes 2w bytes and 2w operations a row:
+at 50 GB/s from host memory and 500 TFLOP/s, the time of 10,000 rows; between cards it is a quarter of that."""
 
 
 def window_rows(config: DistillConfig, span: Window) -> int:
@@ -27,8 +27,8 @@ def window_rows(config: DistillConfig, span: Window) -> int:
 def joint_scores(config: DistillConfig, inputs: Inputs) -> bool:
     """Whether teacher and critic score in one pass over the base.
 
-    "auto" does so where blocks are fetched and a pass of its own would wait for them; elsewhere one pass over both costs
-    the memory of twice the rows and spares no time.
+    "auto" does so where blocks are fetched and a pass of its own would wait for them; elsewhere one pass over both
+    costs the memory of twice the rows and spares no time.
     """
     if config.joint_scores != "auto":
         return config.joint_scores == "on"

@@ -1,10 +1,10 @@
 """Device memory that a run needs at its worst moments, by formula, before anything is built.
 
-What lives on a card is known beforehand: the base or its part of it, adapters with their gradients and moments, keys and
-values of a rollout and of its graphs, what blocks keep for their recompute, and one block at work. Each moment of a step
-is such a sum, and the largest is held against the card. Not counted: latents, rotary tables and AdaLN rows (a few 0.1
-GiB), the context of CUDA, and what the allocator loses in fragments, so a run may need some percent more than is said,
-never less.
+What lives on a card is known beforehand: the base or its part of it, adapters with their gradients and moments, keys
+and values of a rollout and of its graphs, what blocks keep for their recompute, and one block at work. Each moment of a
+step is such a sum, and the largest is held against the card. Not counted: latents, rotary tables and AdaLN rows (a few
+0.1 GiB), the context of CUDA, and what the allocator loses in fragments, so a run may need some percent more than is
+said, never less.
 
 Sizes are bytes on one rank. Adapters of p numbers on N ranks hold 4p of weights; in a backward pass 4p of gradients and
 4p / N of their means (ZeRO-2: the means alone) and the bucket they are averaged in; in the optimizer's step gradients,
@@ -58,7 +58,8 @@ class Needs:
     """What both programs hold all the time, and how blocks run.
 
     Attributes:
-        config: of the base; dtype: of its blocks; table: their AdaLN comes from a table; shard: ranks that share a copy.
+        config: of the base; dtype: of its blocks; table: their AdaLN comes from a table; shard: ranks that share a
+            copy.
         ranks: over which moments and means of gradients are divided.
         layout: of a six-chunk span; batch: samples of a forward.
     """
@@ -142,8 +143,8 @@ class DistillNeeds(Needs):
 
     Attributes:
         student, teacher (None: none), critic: of the adapters; the teacher's weights are of the base's dtype.
-        window_rows: rows of a teacher's window, shortest: its chunks; chunks: of the longest rollout; joint: both scores in
-            one pass.
+        window_rows: rows of a teacher's window, shortest: its chunks; chunks: of the longest rollout; joint: both
+            scores in one pass.
     """
 
     student: AdapterShape = field(kw_only=True)
@@ -263,8 +264,8 @@ def check(needs: Needs, room: int | None) -> list[str]:
         better = sorted((total, text) for total, text in others if total < worst.total)
         listed = "; ".join(f"{text}: {total / GIB:.1f} GiB" for total, text in better)
         raise UserError(
-            f"this run needs about {worst.total / GIB:.1f} GiB on a card, at its worst in the {worst}, and this one has "
-            f"{room / GIB:.1f} GiB. With one change alone it would be: {listed or 'no less'}"
+            f"this run needs about {worst.total / GIB:.1f} GiB on a card, at its worst in the {worst}, and this one "
+            f"has {room / GIB:.1f} GiB. With one change alone it would be: {listed or 'no less'}"
         )
     tight = room is not None and worst.total > TIGHT * room
     card = "" if room is None else f", of {room / GIB:.1f} GiB"
