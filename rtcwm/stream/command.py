@@ -78,7 +78,8 @@ class Opening:
     def __post_init__(self) -> None:
         require(
             (self.clip is None) != (self.picture is None),
-            "a stream starts from a prepared clip (--clip) or from a picture (--picture with --prompt): name one",
+            "a stream starts from a prepared clip (--clip) or from a picture (--picture with --prompt): "
+            "name one of them",
         )
         require(self.picture is None or self.prompt is not None, "--picture needs --prompt: the caption of the stream")
         require(self.clip is None or self.prompt is None, "--prompt goes with --picture; a clip has its own caption")

@@ -87,7 +87,8 @@ class RootProxies:
             whole, rest = divmod(self._root.frames, CLIP_FRAMES)
             if not whole or chunks is not None and chunks > whole:
                 raise UserError(
-                    f"--conditions {path} has {self._root.frames} frames, that is {whole} whole chunks of {CLIP_FRAMES}"
+                    f"--conditions {path} has {self._root.frames} frames, which are {whole} whole chunks of "
+                    f"{CLIP_FRAMES}"
                     + (f", and --chunks asks for {chunks}" if chunks else "")
                     + ": render more, or add --follow if more are coming"
                 )
