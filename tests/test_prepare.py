@@ -27,6 +27,7 @@ from rtcwm.errors import UserError
 from rtcwm.prepare.command import main_prepare
 from rtcwm.prepare.folder import open_folder
 from rtcwm.prepare.report import NAME as REPORT
+from rtcwm.prepare.report import Progress
 from rtcwm.prepare.run import open_models, run
 from rtcwm.prepare.settings import Settings
 from rtcwm.prepare.text import TextEncoder
@@ -461,3 +462,17 @@ def test_an_earlier_version_outlives_a_source_that_broke(tree, prepared, models,
     assert [refusal.clip for refusal in report.refused] == ["clip_000000_0"]
     assert report.refused[0].reason.endswith("; its earlier version stays")
     assert content(out) == content(prepared)
+    report, _ = prepare(out, sources, models, system_prompt="Other.")
+    assert re.search("holds clip_000000_0 with system_prompt '', here it is 'Other.'.*remove the clip", report.stopped)
+
+
+def test_clips_that_workers_finish_after_an_interruption_are_counted(tree, models, tmp_path, monkeypatch):
+    def interrupt(progress: Progress, clip: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "step", interrupt)
+    monkeypatch.setattr("rtcwm.prepare.run.START_METHOD", "fork")
+    report, sources = run(tmp_path / "clips", [tree], None, models, Settings(), workers=2, device="cpu")
+    there = sorted(path.parent.name for path in (tmp_path / "clips").glob("*/clip.json"))
+    assert there and sorted(report.prepared) == sorted(sources) == there
+    assert report.stopped.endswith(f"({len(there)} clips are whole and stay)")

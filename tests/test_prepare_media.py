@@ -11,7 +11,6 @@ import torch
 from diffusers import AutoencoderKLMiniMaxH3
 from diffusers.modular_pipelines.minimax_h3.encoders import encode_vae_condition
 from diffusers.modular_pipelines.minimax_h3.modular_pipeline import MiniMaxH3ModularPipeline
-from diffusers.modular_pipelines.minimax_h3.references import MiniMaxH3VideoReference
 from media import planes, scene, small_h3, write_conditions, write_duv, write_video
 from PIL import Image
 
@@ -19,7 +18,7 @@ from rtcwm.data import duv
 from rtcwm.errors import UserError
 from rtcwm.prepare.proxies import check_pictures, check_report, open_conditions, open_proxy, read_proxy
 from rtcwm.prepare.vae import CONDITION_SEED, PIXEL_MEAN, PIXEL_STD, VideoCodec
-from rtcwm.prepare.video import probe, read, to_24
+from rtcwm.prepare.video import probe, read, shown_size, to_24
 
 
 def decoded(path) -> np.ndarray:
@@ -73,20 +72,35 @@ def test_of_two_frames_equally_near_the_earlier_is_taken():
     assert picks == (0, 0, 1, 1, 2, 2, 3, 3)
 
 
-def test_a_turned_video_is_read_upright_and_a_size_is_scaled(tmp_path):
+@pytest.mark.parametrize("degrees", [90, 180, 270])
+def test_a_turned_video_is_read_as_players_show_it(tmp_path, degrees):
+    """Against the matrix of the file's own track header, which puts the pixel (x, y) at (a x + c y, b x + d y)."""
     path = write_video(tmp_path / "a.mp4", scene(17))
     turned = tmp_path / "b.mp4"
     with av.open(str(path)) as given, av.open(str(turned), "w") as made:
         stream = made.add_stream_from_template(given.streams.video[0])
-        stream.set_display_rotation(90)
+        stream.set_display_rotation(degrees)
         for packet in given.demux(video=0):
             if packet.dts is not None:
                 packet.stream = stream
                 made.mux(packet)
+    content = turned.read_bytes()
+    matrix = np.frombuffer(content, ">i4", 9, content.index(b"tkhd") + 4 + 40)  # header of version 0
+    (a, b), (c, d) = matrix.reshape(3, 3)[:2, :2] // 65536
+    assert abs(a * d - b * c) == 1 and (a, d) != (1, 1)
+    frames = decoded(turned)
+    y, x = np.mgrid[: frames.shape[1], : frames.shape[2]]
+    columns, rows = a * x + c * y, b * x + d * y
+    columns, rows = columns - columns.min(), rows - rows.min()
+    shown = np.zeros((17, rows.max() + 1, columns.max() + 1, 3), np.uint8)
+    shown[:, rows, columns] = frames
     film = probe(turned)
-    upright = MiniMaxH3VideoReference.from_file(turned).frames
-    assert (film.height, film.width) == upright.shape[1:3] == (64, 32)
-    assert np.array_equal(next(read(film, 1)), upright)
+    assert (film.height, film.width) == shown_size(turned) == shown.shape[1:3]
+    assert np.array_equal(next(read(film, 1)), shown)
+
+
+def test_a_size_is_scaled(tmp_path):
+    path = write_video(tmp_path / "a.mp4", scene(17))
     assert next(read(probe(path), 1, (64, 96))).shape == (17, 64, 96, 3)
 
 

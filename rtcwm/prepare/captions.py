@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from rtcwm.errors import UserError
-from rtcwm.prepare.sources import Source
+from rtcwm.prepare.sources import Source, checked_text
 
 STAMP = re.compile(r"\[(\d+(?:\.\d+)?)s(?:\s*-\s*(\d+(?:\.\d+)?)s)?\]")
 TEXT_KEYS = ("prompt", "caption", "text", "description")
@@ -67,7 +67,7 @@ def text_of(file: Path) -> str:
         found = next((found[key] for key in TEXT_KEYS if isinstance(found.get(key), str)), None)
     if not isinstance(found, str):
         raise UserError(f"{file} holds no caption: expected text, or an object with one of {', '.join(TEXT_KEYS)}")
-    return found
+    return checked_text(found, file)
 
 
 def from_start(caption: str, seconds: float) -> str:

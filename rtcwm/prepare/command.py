@@ -36,8 +36,8 @@ def main_prepare(
 
     Args:
         out: folder to write, one folder a clip, manifest.json and prepare_report.json.
-        source: a folder to walk for clip folders and condition roots, or a .jsonl manifest; once for each as --source+
-            ... (note the plus).
+        source: a folder to walk for clip folders and condition roots, or a .jsonl manifest; may stand several
+            times.
         model: diffusers-format MiniMax-H3 folder with vae/, text_encoder/, tokenizer/ and processor/.
         root: folder that manifests' paths are relative to, and that no file may lie outside of; default: each source's
             own folder.

@@ -18,6 +18,7 @@ from rtcwm.data.headers import DESCRIPTION
 from rtcwm.errors import UserError
 from rtcwm.lock import Locked, lock
 from rtcwm.prepare.jobs import Models
+from rtcwm.prepare.proxies import condition_files
 from rtcwm.prepare.settings import Settings
 from rtcwm.prepare.sources import Source
 
@@ -79,7 +80,7 @@ def claim(out: Path, ids: set[str], models: Models, settings: Settings) -> None:
             if folder.name not in ids and told.get(name) != value:
                 raise UserError(
                     f"--out {out} holds {folder.name} with {name} {told.get(name)!r}, here it is {value!r}: clips made "
-                    "otherwise cannot be mixed, choose another folder, or name all sources to make them all again"
+                    "otherwise cannot be mixed; choose another folder, remove the clip, or name all sources to make all again"
                 )
 
 
@@ -108,8 +109,8 @@ def hash_sources(source: Source) -> dict[str, str]:
     """SHA-256 of a clip's files by role, all bytes of them; a condition root counts as one."""
     files = {"target": source.target, "anchor": source.anchor, "report": source.report}
     found = {role: hash_files([path]) for role, path in files.items() if path}
-    inner = sorted(source.proxy.iterdir()) if source.proxy.is_dir() else [source.proxy]
-    found["proxy"] = hash_files(inner, names=source.proxy.is_dir())
+    root = source.proxy.is_dir()  # of conditions: other files and folders in it are no part of the proxy
+    found["proxy"] = hash_files(condition_files(source.proxy) if root else [source.proxy], names=root)
     found |= {f"caption {path.name}": hash_files([path]) for path in source.captions}
     found["episode"] = source.episode
     if source.prompt is not None:

@@ -26,7 +26,7 @@ try:
 except ImportError as error:
     raise missing("pillow", error) from error
 
-DEPTH, IDS = ".depth.f32", ".semantic_id.png"
+CONDITIONS = DEPTH, IDS = ".depth.f32", ".semantic_id.png"
 SKY = duv.CLASSES.index("sky")
 NEAR_CODE = 128  # red of a surface at 8.7 m: sky that near has its depth the other way round
 LOSSY_TOLERANCE = 12
@@ -48,7 +48,7 @@ class Conditions:
 
 def is_conditions(path: Path) -> bool:
     """Whether a folder holds condition files."""
-    return path.is_dir() and any(name.name.endswith((DEPTH, IDS)) for name in path.iterdir())
+    return path.is_dir() and any(name.name.endswith(CONDITIONS) for name in path.iterdir())
 
 
 def condition_files(path: Path) -> list[Path]:
@@ -57,7 +57,7 @@ def condition_files(path: Path) -> list[Path]:
     Raises:
         UserError: a number or one of its two files is missing, or there are none.
     """
-    found = {suffix: set() for suffix in (DEPTH, IDS)}
+    found = {suffix: set() for suffix in CONDITIONS}
     for name in (file.name for file in path.iterdir()):
         if match := re.fullmatch(r"(\d{6})(\.depth\.f32|\.semantic_id\.png)", name):
             found[match[2]].add(int(match[1]))
@@ -65,13 +65,13 @@ def condition_files(path: Path) -> list[Path]:
     if not every:
         raise UserError(f"{path} holds no %06d{DEPTH} and %06d{IDS} files")
     for number in range(max(every) + 1):
-        for suffix in (DEPTH, IDS):
+        for suffix in CONDITIONS:
             if number not in found[suffix]:
                 raise UserError(
                     f"{path}/{number:06d}{suffix} is missing, but the files run to {max(every):06d}: proxy frames are "
                     "numbered from 000000 without a gap, render it again"
                 )
-    return [path / f"{number:06d}{suffix}" for number in range(max(every) + 1) for suffix in (DEPTH, IDS)]
+    return [path / f"{number:06d}{suffix}" for number in range(max(every) + 1) for suffix in CONDITIONS]
 
 
 def open_conditions(path: Path) -> Conditions:

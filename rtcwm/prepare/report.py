@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +24,11 @@ class Report:
     notes: dict[str, list[str]] = field(default_factory=dict)
     traces: dict[str, str] = field(default_factory=dict)
     stopped: str | None = None
+
+    def note(self, clip: str, notes: Sequence[str]) -> None:
+        """Remember the remarks on a clip, if there are any."""
+        if notes:
+            self.notes[clip] = list(notes)
 
     def write(self, out: Path, **more: object) -> None:
         """Write the report; a full disk is told, not raised."""

@@ -103,6 +103,7 @@ def finish_report(out: Path, report: Report, models: Models, settings: Settings)
         finish(out, models.codec_identity)
         if report.prepared or report.kept:
             open_clips(out)
+            claim(out, set(), models, settings)  # the earlier version of a refused clip may have been made otherwise
     except (UserError, OSError) as fault:
         report.stopped = report.stopped or str(fault)
     report.write(
@@ -143,7 +144,7 @@ def plan(out: Path, sources: list[Source], models: Models, settings: Settings, r
                 jobs.append(Job(source, hashes, key, size, source.target.stat().st_size))
             else:
                 report.kept.append(source.id)
-                report.notes |= {source.id: notes} if notes else {}
+                report.note(source.id, notes)
         except (UserError, OSError) as fault:
             refuse(report, out, source, str(fault))
     return jobs
@@ -172,7 +173,7 @@ def encode_all(
                 report.traces |= {outcome.clip: outcome.trace} if outcome.trace else {}
             else:
                 report.prepared.append(outcome.clip)
-                report.notes |= {outcome.clip: list(outcome.notes)} if outcome.notes else {}
+                report.note(outcome.clip, outcome.notes)
     except StorageFault as fault:
         report.stopped = f"{fault}; make room, then start the same command again"
     except UserError as fault:  # the models cannot be loaded
@@ -187,7 +188,18 @@ def encode_all(
     except KeyboardInterrupt:
         report.stopped = "interrupted; the same command goes on from here"
     if report.stopped:
+        count_finished(out, jobs, report)
         report.stopped += f" ({len(report.prepared) + len(report.kept)} clips are whole and stay)"
+
+
+def count_finished(out: Path, jobs: list[Job], report: Report) -> None:
+    """Put into the report what workers finished after the preparation stopped."""
+    told = {*report.prepared, *(refusal.clip for refusal in report.refused)}
+    for job in jobs:
+        notes = None if job.source.id in told else notes_if_done(out, job.source.id, job.key)
+        if notes is not None:
+            report.prepared.append(job.source.id)
+            report.note(job.source.id, notes)
 
 
 def device_of(index: int, gpus: int) -> torch.device:

@@ -15,6 +15,7 @@ followed. What is refused is listed with its reason and never ends the search.
 """
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rtcwm.errors import UserError
-from rtcwm.prepare.proxies import is_conditions
+from rtcwm.prepare.proxies import CONDITIONS, is_conditions
 
 TARGETS = ("target/rgb.mp4", "rgb.mp4", "video.mp4", "target.mp4")
 CONDITION_ROOTS = ("duv", "conditions", "proxy", ".")
@@ -31,6 +32,8 @@ CAPTIONS = ("prompt.txt", "annotations/prompt.json", "annotations/caption.json")
 PROXY_KEYS = ("proxy", "proxy_duv", "proxy_duv_video")
 CLIP_NAME = re.compile(r"clip_(\d+)_\d+")
 SAFE_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+LONGEST_ID = 200  # characters: names have 255, and a folder's is longer while it is written
+OWN_ENDS = (".json", ".png")  # of the files that lie beside the clips
 
 
 @dataclass(frozen=True)
@@ -104,14 +107,29 @@ def checked_id(clip_id: str) -> str:
     """The id; UserError unless it can name a folder."""
     if not SAFE_ID.fullmatch(clip_id):
         raise UserError(f"the id {clip_id!r} cannot name a folder: use letters, digits, dot, dash and underscore")
+    if len(clip_id) > LONGEST_ID or clip_id.endswith(OWN_ENDS):
+        raise UserError(
+            f"the id {clip_id!r} cannot name a clip's folder: use at most {LONGEST_ID} characters, and no end of "
+            f"{' or '.join(OWN_ENDS)}"
+        )
     return clip_id
 
 
+def checked_text(text: str, name: object) -> str:
+    """The text; UserError, opened by `name`, where it holds half a character, as JSON can and no file can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as fault:
+        raise UserError(f"{name} holds half a character ({fault}): write it whole") from fault
+    return text
+
+
 def within(path: Path, root: Path, what: str) -> Path:
-    """The resolved path; UserError where it is missing or where it, or any file in it, lies outside of `root`."""
+    """The resolved path; UserError where it is missing or where it, or any file in it, lies outside of `root` or is
+    something else than a file or a folder: reading a pipe would wait for ever."""
     real = path.resolve()
-    links = sorted(inner for inner in real.iterdir() if inner.is_symlink()) if real.is_dir() else ()
-    for file in (real, *links):
+    inner = sorted(os.scandir(real), key=lambda entry: entry.name) if real.is_dir() else ()
+    for file in (real, *(real / entry.name for entry in inner if entry.is_symlink())):
         if not file.resolve().is_relative_to(root):
             raise UserError(
                 f"{what} {path if file == real else file} leads out of {root} (to {file.resolve()}): copy it into the "
@@ -119,6 +137,9 @@ def within(path: Path, root: Path, what: str) -> Path:
             )
     if not real.exists():
         raise UserError(f"{what} {path} does not exist")
+    odd = [real / entry.name for entry in inner if entry.name.endswith(CONDITIONS) and not entry.is_file()]
+    if not (real.is_file() or real.is_dir()) or odd:
+        raise UserError(f"{what} {(odd or [path])[0]} is no file")
     return real
 
 
@@ -185,8 +206,12 @@ def folder_clip(folder: Path, clip_id: str, root: Path) -> Source:
 
 
 def read_manifest(path: Path, root: Path) -> Iterator[Source | Refusal]:
-    """Clips of a manifest, line by line."""
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
+    """Clips of a manifest, line by line; UserError where it is no text."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise UserError(f"--source {path} cannot be read as UTF-8 text: {fault}") from fault
+    for number, line in enumerate(text.split("\n"), start=1):  # JSON's strings may hold other line ends
         if not line.strip():
             continue
         origin, name = f"{path} line {number}", "?"
@@ -204,15 +229,17 @@ def read_manifest(path: Path, root: Path) -> Iterator[Source | Refusal]:
 
 def manifest_clip(entry: dict, origin: str, root: Path) -> Source:
     """One line of a manifest; UserError for what it lacks."""
-    clip_id = entry.get("id") or entry.get("name")
-    if clip_id is None:
-        raise UserError("has neither `id` nor `name`")
+    clip_id = next((entry[key] for key in ("id", "name") if entry.get(key) not in (None, "")), None)
+    if not isinstance(clip_id, str | int) or isinstance(clip_id, bool):
+        raise UserError("has neither `id` nor `name`, a text or a whole number")
     proxies = [key for key in PROXY_KEYS if entry.get(key) is not None]
     if len(proxies) != 1:
         raise UserError(f"has {' and '.join(proxies) or 'no proxy'}; expected exactly one of {', '.join(PROXY_KEYS)}")
     for key in ("target", *proxies, "anchor", "prompt"):
         if not isinstance(entry.get(key), str) and (key == "target" or entry.get(key) is not None):
             raise UserError(f"`{key}` is {entry.get(key)!r}, expected text")
+        if key != "prompt" and "\0" in (entry.get(key) or ""):
+            raise UserError(f"`{key}` is {entry[key]!r}, which no file can be called")
     clip_id = checked_id(str(clip_id))
     anchor = entry.get("anchor")
     return Source(
@@ -222,5 +249,5 @@ def manifest_clip(entry: dict, origin: str, root: Path) -> Source:
         within(root / entry["target"], root, "the target"),
         within(root / entry[proxies[0]], root, "the proxy"),
         within(root / anchor, root, "the anchor") if anchor else None,
-        prompt=entry.get("prompt") or "",
+        prompt=checked_text(entry.get("prompt") or "", "`prompt`"),
     )

@@ -44,13 +44,23 @@ class Film:
 
 
 def shown_size(path: Path) -> tuple[int, int]:
-    """Height and width in pixels as the header gives them, as stored (not turned).
+    """Height and width in pixels as players show it, by its header and first frame.
 
     Raises:
         UserError: it cannot be opened or holds no video.
     """
     with opened(path) as file:
-        return file.streams.video[0].height, file.streams.video[0].width
+        stream = file.streams.video[0]
+        try:
+            turn = next(file.decode(stream)).rotation
+        except (av.FFmpegError, OSError, StopIteration):
+            turn = 0  # what is wrong with its frames is told by `probe`
+        return turned(stream.height, stream.width, turn)
+
+
+def turned(height: int, width: int, degrees: float) -> tuple[int, int]:
+    """Height and width once turned by so many degrees, to the nearest quarter."""
+    return (width, height) if round(degrees / 90) % 2 else (height, width)
 
 
 def opened(path: Path) -> "av.container.InputContainer":
@@ -107,9 +117,7 @@ def probe(path: Path) -> Film:
             f"{path} is truncated: its header promises {told / av.time_base:.2f} s, its frames end at "
             f"{seconds:.2f} s; {MENDED}"
         )
-    if round(turn / 90) % 2:
-        height, width = width, height
-    return Film(path, height, width, len(stamps), picks, notes)
+    return Film(path, *turned(height, width, turn), len(stamps), picks, notes)
 
 
 def to_24(stamps: list[int], clock: Fraction) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -173,8 +181,9 @@ def read(film: Film, chunks: int, size: tuple[int, int] | None = None) -> Iterat
 
 
 def upright(frame: "av.VideoFrame", size: tuple[int, int] | None) -> np.ndarray:
-    """One frame as uint8 RGB `[H, W, 3]`, turned as players show it and scaled where a size is given."""
-    picture = np.rot90(frame.to_ndarray(format="rgb24"), k=-round(frame.rotation / 90) % 4)
+    """One frame as uint8 RGB `[H, W, 3]`, turned as players show it (counterclockwise by its `rotation`) and scaled
+    where a size is given."""
+    picture = np.rot90(frame.to_ndarray(format="rgb24"), k=round(frame.rotation / 90))
     return scaled(picture, size) if size else np.ascontiguousarray(picture)
 
 

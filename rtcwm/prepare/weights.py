@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rtcwm.errors import UserError
+from rtcwm.model.tensor_files import weight_map
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 PASSING = ("_name_or_path", "_diffusers_version", "transformers_version")
@@ -50,7 +51,7 @@ def weight_files(folder: Path) -> list[Path]:
         )
         raise UserError(f"{folder} {found}: save the model as .safetensors (`save_pretrained` with safe serialization)")
     for index in folder.glob("*.safetensors.index.json"):
-        listed = set(json.loads(index.read_text())["weight_map"].values())
+        listed = set(weight_map(index).values())
         if lacking := sorted(listed - {file.name for file in files}):
             raise UserError(f"{folder} lacks {', '.join(lacking)}, which {index.name} lists: copy the folder again")
     for file in files:
