@@ -52,6 +52,9 @@ LEADING = {
 """Arguments that may stand right after a command, without their flags."""
 SWITCHES = ("--flag", "--overwrite", "--follow")
 """Flags that need no value to be on."""
+LISTED = {("prepare", "--source"), ("evaluate", "--model")}
+"""Flags of a command that add to a list each time they stand there, for which jsonargparse wants a plus behind them; a
+whole list, `[a, b]`, takes the place of what a config says."""
 
 
 def with_underscores(word: str) -> str:
@@ -61,10 +64,16 @@ def with_underscores(word: str) -> str:
 
 
 def name_leading(words: list[str]) -> list[str]:
-    """Puts the flags of `LEADING` before words that stand right after a command, and `true` after bare `SWITCHES`."""
+    """Puts the flags of `LEADING` before words that stand right after a command, `true` after bare `SWITCHES` and a
+    plus behind the flags of `LISTED`."""
+    words = [*words]
     for place in reversed(range(len(words))):
-        if words[place] in SWITCHES and (place + 1 == len(words) or words[place + 1].startswith("-")):
-            words = [*words[: place + 1], "true", *words[place + 1 :]]
+        name, equals, value = words[place].partition("=")
+        following = words[place + 1] if place + 1 < len(words) else "-"
+        if words[place] in SWITCHES and following.startswith("-"):
+            words.insert(place + 1, "true")
+        elif (words[0], name) in LISTED and not (value or following).startswith("["):
+            words[place] = f"{name}+{equals}{value}"
     for command, names in LEADING.items():
         if tuple(words[: len(command)]) == command:
             rest, named = words[len(command) :], []

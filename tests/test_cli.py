@@ -26,6 +26,12 @@ def test_help_waits_for_no_torch():
         ("clips check c --flag", "clips check --folder c --flag true"),
         ("clips check c --flag --rms-low 0", "clips check --folder c --flag true --rms_low 0"),
         ("clips check c --flag false", "clips check --folder c --flag false"),
+        (
+            "prepare --source a --source=b --source+ c --model d",
+            "prepare --source+ a --source+=b --source+ c --model d",
+        ),
+        ("prepare --source [a,b] --out=--source", "prepare --source [a,b] --out=--source"),
+        ("evaluate --model a=b --run c", "evaluate --model+ a=b --run c"),
         ("world --start-every=2 --out=a-b", "world --start_every=2 --out=a-b"),
     ],
 )

@@ -46,11 +46,11 @@ def main_evaluate(
 
     Args:
         out: folder to write; files of an earlier evaluation in it are replaced.
-        model: NAME=ADAPTER[:KIND][,key=value...], once for each model as --model+ ... (note the plus). ADAPTER is a
-            file, 'base' for none, or 'released' for the adapter of the embedded base; KIND is teacher (one window of 37
-            latents), many (a stream of many Euler steps, also called causal) or few (few steps with fresh noise); keys
-            are steps, shift, history (clean, last-step or a noise level), kv_reuse and forced (history replaced by the
-            truth). What is not given follows from the adapter's metadata: dmd few, df and tf many, others teacher.
+        model: NAME=ADAPTER[:KIND][,key=value...], may stand several times. ADAPTER is a file, 'base' for none,
+            or 'released' for the adapter of the embedded base; KIND is teacher (one window of 37 latents), many (a
+            stream of many Euler steps, also called causal) or few (few steps with fresh noise); keys are steps, shift,
+            history (clean, last-step or a noise level), kv_reuse and forced (history replaced by the truth). What is
+            not given follows from the adapter's metadata: dmd few, df and tf many, others teacher.
         run: folder of a run: its held-out clips are taken, and its base and clips unless they are given.
         clips: folder of clips; all of them without --run.
         base: diffusers H3 folder, a config .json (random weights) or 'embedded', which is the default.
