@@ -103,6 +103,11 @@ def test_one_shard_without_the_index(model, tmp_path):
         open_base(str(tmp_path / "h3"))
 
 
+def test_a_single_file_of_any_name_in_a_folder(single):
+    with pytest.raises(UserError, match=r"h3.safetensors holds the original layout's tensors .*from_single_file"):
+        open_base(str(single.parent))
+
+
 OTHERS = [
     (lambda root, model: save_file({f"model.diffusion_model.{n}": v for n, v in original(model).items()},
                                    root / "x.safetensors"),

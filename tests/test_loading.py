@@ -133,6 +133,9 @@ def test_seeded_bases_are_the_same_everywhere_and_pass_a_signal_on():
         (lambda root: edit_config(root, {"hidden_size": 64}), "its config.json asks for"),
         (lambda root: edit_config(root, {"_class_name": "FluxTransformer2DModel"}), "FluxTransformer2DModel"),
         (lambda root: [path.unlink() for path in root.glob("*index.json")], "in another layout is converted"),
+        (lambda root: next(root.glob("*index.json")).write_text("{"), "index.json is not valid JSON"),
+        (lambda root: next(root.glob("*index.json")).write_text("{}"), "not the index of sharded weights"),
+        (lambda root: lead_out(next(root.glob("*index.json"))), "leads to ../x.safetensors"),
         (lambda root: truncate(sorted(root.glob("*.safetensors"))[0]), "cannot be read"),
     ],
 )
@@ -146,6 +149,11 @@ def test_bad_folders_are_named(folder, tmp_path, damage, message):
 def edit_config(root, values: dict) -> None:
     path = root / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def lead_out(index) -> None:
+    names = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "../x.safetensors")}))
 
 
 def truncate(path) -> None:

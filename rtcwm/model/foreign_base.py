@@ -5,11 +5,12 @@ single files that ComfyUI loads (qkv rows stacked). diffusers converts both, and
 so rtcwm converts nothing: it says what to call. Pickled weights are never opened.
 """
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+
+from rtcwm.model.tensor_files import weight_map
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 SIGN = "blocks.0.attn.qkv_proj.weight"
@@ -57,10 +58,7 @@ def _explain_folder(folder: Path) -> str | None:
     shards = sorted(folder.glob("model*.safetensors"))
     names: Iterable[str] = ()
     if index.is_file():
-        try:
-            names = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError):
-            return f"{index} is not the index of sharded weights: copy it again"
+        names = weight_map(index)
     elif shards:
         names = _names(shards[0])
     if SIGN in set(names):
@@ -71,7 +69,8 @@ def _explain_folder(folder: Path) -> str | None:
             f"{folder} holds pickled weights ({pickles[0]}), which can run code as they are loaded: they are never "
             "read. Take the safetensors files of the same release"
         )
-    return None
+    files = sorted(folder.glob("*.safetensors"))
+    return next(filter(None, (explain_names(file, _names(file)) for file in files)), None)
 
 
 def _explain_file(path: Path) -> str | None:

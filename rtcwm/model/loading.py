@@ -25,7 +25,7 @@ from torch import nn
 
 from rtcwm.errors import UserError
 from rtcwm.model import foreign_base
-from rtcwm.model.tensor_files import refuse_pickle
+from rtcwm.model.tensor_files import refuse_pickle, weight_map
 from rtcwm.strict_json import is_whole, read_object
 
 FP32_ISLAND = ("proj_in", "audio_proj_in", "time_embedder", "proj_out", "audio_proj_out")
@@ -95,7 +95,7 @@ class FolderSource:
         self.config = read_config(self.folder / "config.json")
         self.description = description or str(folder)
         if index.is_file():
-            self.files = json.loads(index.read_text())["weight_map"]
+            self.files = weight_map(index)
         elif (self.folder / WEIGHTS_FILE).is_file():
             with _open_weights(self.folder / WEIGHTS_FILE) as file:
                 self.files = dict.fromkeys(file.keys(), WEIGHTS_FILE)

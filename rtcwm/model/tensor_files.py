@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from rtcwm.errors import UserError
+from rtcwm.strict_json import read_object
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
@@ -98,6 +99,20 @@ class TensorFile:
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             flat = torch.frombuffer(self._map, dtype=DTYPES[dtype], count=count, offset=self._places[name])
         return flat.view(shape)
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """File of each tensor, as the index of a sharded model (`*.safetensors.index.json`) tells it.
+
+    Raises:
+        UserError: it is no such index, or leads out of its folder.
+    """
+    files = read_object(index, "the index of sharded weights").get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise UserError(f"{index} is not the index of sharded weights (no `weight_map` of file names): copy it again")
+    if outside := next((file for file in files.values() if Path(file).name != file), None):
+        raise UserError(f"{index} leads to {outside}, expected files beside it: copy them into the folder")
+    return files
 
 
 def refuse_pickle(path: Path) -> None:
