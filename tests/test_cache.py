@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 from diffusers import MiniMaxH3Transformer3DModel
-from small import CONFIG, random_window, small_model
+from small import CONFIG, random_window
 from stream_reference import CPU, PROXY_ROWS, STATIC_ROWS, TARGET_ROWS, noise, positions, request, rotated
 from torch.utils.checkpoint import checkpoint
 from tracker import Tracker
@@ -20,13 +20,6 @@ from rtcwm.model.sampler import Conditions, SamplerConfig, Stream, rollout
 
 ROW_BYTES = 2 * 2 * 64 * 4  # keys and values of two blocks, 2 heads x 32 channels, float32
 CONFIGS = [SamplerConfig(steps=2), SamplerConfig(steps=2, kv_reuse=False)]
-
-
-@pytest.fixture(scope="module")
-def model():
-    model = small_model()
-    install(model, CPU)
-    return model
 
 
 @pytest.fixture(scope="module")

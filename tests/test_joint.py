@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from small import CONFIG, random_window, small_model
+from small import CONFIG, random_adapter, random_window, small_model
 
 from rtcwm.model.adapter_files import save_adapter
 from rtcwm.model.attention import install, make_attend, resolve
@@ -22,11 +22,8 @@ KERNEL = resolve("sdpa", "cpu")
 
 
 def adapter(seed: int, rank: int, alpha: float, config: dict = CONFIG) -> Adapter:
-    """One that does something, of a rank and a scale of its own."""
-    made = Adapter(AdapterShape.of(config, rank, alpha), seed).requires_grad_(False)
-    for pair in made.pairs():
-        pair.up.normal_(0, 0.2, generator=torch.Generator().manual_seed(seed + 50))
-    return made
+    """One of a rank and a scale of its own."""
+    return random_adapter(AdapterShape.of(config, rank, alpha), seed, size=0.2)
 
 
 def velocity(model, slot, adapters, batch: int = 1, stream: bool = False) -> torch.Tensor:

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from small import CONFIG, random_window, small_model
+from small import CONFIG, random_adapter, random_window, small_model
 from stream_reference import noise, request
 
 from rtcwm.model.attention import install, make_attend, resolve
 from rtcwm.model.blocks import predict_velocity
-from rtcwm.model.lora import Adapter, AdapterShape, inject
+from rtcwm.model.lora import AdapterShape, inject
 from rtcwm.model.sampler import SamplerConfig, Stream
 
 KERNEL = resolve("sdpa", "cpu")
@@ -18,10 +18,7 @@ def adapted(ffn_rows: int = 0):
     model = small_model()
     install(model, KERNEL, ffn_rows=ffn_rows)
     slot = inject(model)
-    slot.active = Adapter(AdapterShape.of(CONFIG, 4), 1)
-    with torch.no_grad():
-        for pair in slot.active.pairs():
-            pair.up.normal_(0, 0.2, generator=torch.Generator().manual_seed(3))
+    slot.active = random_adapter(AdapterShape.of(CONFIG, 4), seed=1, size=0.2)
     return model
 
 

@@ -19,7 +19,7 @@ from command import rtcwm
 from media import planes, scene, small_h3, write_clip_folder, write_conditions
 from PIL import Image
 from safetensors import safe_open
-from small import CONFIG
+from small import CONFIG, random_adapter
 
 from rtcwm.data import duv
 from rtcwm.data.clips import read_clip
@@ -32,7 +32,7 @@ from rtcwm.model.adapter_files import load_adapter, save_adapter
 from rtcwm.model.attention import install
 from rtcwm.model.kernels import resolve
 from rtcwm.model.loading import build_base, embedded_adapter, open_base
-from rtcwm.model.lora import Adapter, AdapterShape, inject
+from rtcwm.model.lora import AdapterShape, inject
 from rtcwm.model.sampler import SamplerConfig, rollout
 from rtcwm.prepare.run import open_models
 from rtcwm.prepare.run import run as prepare_clips
@@ -341,10 +341,7 @@ def real(tmp_path_factory):
     assert report.prepared == ["clip_000000_0"]
     (folder / "base.json").write_text(json.dumps(CONFIG | {"text_dim": 32}))
     base = open_base(str(folder / "base.json"))
-    adapter = Adapter(AdapterShape.of(base.config, rank=2))
-    draw = torch.Generator().manual_seed(1)
-    for pair in adapter.requires_grad_(False).pairs():
-        pair.up.normal_(0.0, 0.2, generator=draw)
+    adapter = random_adapter(AdapterShape.of(base.config, rank=2), seed=1, size=0.2)
     said = {"base": base.fingerprint, "span": "6", "objective": "dmd", "steps": "2", "shift": "4.0"}
     save_adapter(folder / "dmd.safetensors", adapter, said | {"codec": models.codec_identity["hash"]})
     save_adapter(folder / "foreign.safetensors", adapter, said | {"base": "0" * 32})
@@ -467,7 +464,7 @@ FAULTS = {
         dict(
             adapter="{real}/foreign.safetensors", clip="{real}/clips/clip_000000_0", base="{real}/base.json",
             model="{h3}",
-        ),  # fmt: skip
+        ),
         "trained on base 0000",
     ),
     "shape of another base": (dict(adapter="{real}/dmd.safetensors"), "dmd.safetensors"),
