@@ -203,8 +203,8 @@ def test_a_sharded_base_without_the_weights_gives_the_same(tmp_path, source):
             assert len(live[3]) == 2 * blocks and table[3] == []
             assert live[4] - table[4] == blocks * (CONFIG["time_embed_dim"] + 1) * 18 * hidden
             assert live[5] == table[5] == 0
-            # Distinct times: 7 of the span; then 2 for what each of two chunks follows and 3 for each of two steps, whose
-            # rows the second chunk meets again.
+            # Distinct times: 7 of the span; then 2 for what each of two chunks follows and 3 for each of two steps,
+            # whose rows the second chunk meets again.
             assert found["moved"] == (7 + 2 * 2 + 2 * 3) * table_bytes(source.config, 1, torch.float32)
 
 
