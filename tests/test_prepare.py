@@ -381,6 +381,7 @@ def test_a_pickle_is_refused_and_never_read(tmp_path, part, name, suffix, messag
         (dict(size="130x64"), "--size is 130x64; .* multiples of 32"),
         (dict(proxy_size="100x32"), "--proxy-size is 100x32; .* multiples of 16"),
         (dict(workers=0), "--workers 0: expected 1 or more"),
+        (dict(text_layer=-1), "--text-layer -1: expected 0"),
         (dict(text_layer=60), None),
     ],
 )
@@ -392,6 +393,29 @@ def test_bad_flags_are_told_before_work(tmp_path, changed, message):
         given["source"], message = [str(tmp_path / "sources")], "52 layers; expected a qwen3_vl with more than 60"
     with pytest.raises(UserError, match=message):
         main_prepare(**given)
+    assert not list((tmp_path / "clips").glob("*/"))
+
+
+PARTS = [
+    ("vae/config.json", "[", "vae/config.json is not valid JSON"),
+    ("vae/config.json", "[]", r"vae/config.json holds \[\], expected the config of a model"),
+    ("vae/config.json", '{"_class_name": "AutoencoderKL"}', "vae cannot be loaded"),
+    ("text_encoder/model.safetensors.index.json", "{", "index.json is not valid JSON"),
+    ("text_encoder/config.json", '{"model_type": "none"}', "text_encoder cannot be loaded"),
+    ("tokenizer/tokenizer.json", None, r"tokenizer has image_pad token \d+, the text encoder reads"),
+    ("processor/preprocessor_config.json", "{}", "processor has patch_size 14, the text encoder reads 16"),
+]
+
+
+@pytest.mark.parametrize("name, content, message", PARTS, ids=[f"{name} {text}" for name, text, _ in PARTS])
+def test_parts_that_are_damaged_or_another_models_are_named(tree, tmp_path, name, content, message):
+    model = shutil.copytree(small_h3(), tmp_path / "h3")
+    if content is None:
+        (model / name).unlink()
+    else:
+        (model / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        main_prepare(tmp_path / "clips", [str(tree / "batch")], model, device="cpu")
     assert not list((tmp_path / "clips").glob("*/"))
 
 

@@ -32,6 +32,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         starts_of(self.starts, 10**9)
+        if self.text_layer < 0:
+            raise UserError(f"--text-layer {self.text_layer}: expected 0 (the embeddings) or more")
         if self.size:
             check_target(self.size, "--size")
         if self.proxy_size and (

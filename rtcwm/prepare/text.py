@@ -24,7 +24,13 @@ from rtcwm.prepare.weights import weight_files
 try:
     from diffusers.modular_pipelines.minimax_h3.encoders import get_qwen3vl_prompt_embeds
     from PIL import Image
-    from transformers import AutoConfig, Qwen2TokenizerFast, Qwen2VLImageProcessorPil, Qwen3VLForConditionalGeneration
+    from transformers import (
+        AutoConfig,
+        PretrainedConfig,
+        Qwen2TokenizerFast,
+        Qwen2VLImageProcessorPil,
+        Qwen3VLForConditionalGeneration,
+    )
     from transformers.processing_utils import ProcessorMixin
     from transformers.utils import logging
 except ImportError as error:
@@ -87,6 +93,7 @@ class TextEncoder:
         self.processor = PictureProcessor(pictures, self.tokenizer)
         self.layer, self.device = layer, device
         self.marks = {name: self._token(f"<|{name}|>") for name in ("vision_start", "image_pad", "vision_end")}
+        self._check_parts(config, tokenizer, processor)
         self.before, self.after = self._turns(system_prompt)
 
     @torch.inference_mode()
@@ -111,6 +118,21 @@ class TextEncoder:
         if not torch.isfinite(rows).all():
             raise UserError("the text encoder gave rows that are not finite: its weights are damaged")
         return rows, torch.tensor(tags)
+
+    def _check_parts(self, config: PretrainedConfig, tokenizer: Path, processor: Path) -> None:
+        """UserError where tokenizer or picture processor are those of another model."""
+        sees, cuts = config.vision_config, self.processor.image_processor
+        given = {"image_pad token": self.marks["image_pad"], "patch_size": cuts.patch_size,
+                 "merge_size": cuts.merge_size, "temporal_patch_size": cuts.temporal_patch_size}  # fmt: skip
+        read = {"image_pad token": config.image_token_id, "patch_size": sees.patch_size,
+                "merge_size": sees.spatial_merge_size, "temporal_patch_size": sees.temporal_patch_size}  # fmt: skip
+        for name, value in given.items():
+            if value != read[name]:
+                folder = tokenizer if name.endswith("token") else processor
+                raise UserError(
+                    f"{folder} has {name} {value}, the text encoder reads {read[name]}: it is another model's or "
+                    "damaged, copy it again"
+                )
 
     def _tokens(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from rtcwm.errors import UserError
 from rtcwm.model.tensor_files import weight_map
+from rtcwm.strict_json import read_object
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 PASSING = ("_name_or_path", "_diffusers_version", "transformers_version")
@@ -30,7 +31,7 @@ def component(model: Path, name: str, given: Path | None) -> Path:
     if not folder.is_dir():
         raise UserError(
             f"{folder} is not a folder: --model {model} has to be a diffusers-format MiniMax-H3 folder with vae/, "
-            f"text_encoder/, tokenizer/ and processor/, or name the part with --{name}"
+            "text_encoder/, tokenizer/ and processor/; --vae and --text-encoder may name the first two elsewhere"
         )
     return folder
 
@@ -73,7 +74,7 @@ def fingerprint(folder: Path, *more: bytes) -> str:
         folder: the component.
         more: what else belongs to the identity.
     """
-    config = json.loads((folder / "config.json").read_text())
+    config = read_object(folder / "config.json", "the config of a model")
     digest = hashlib.sha256(json.dumps({k: v for k, v in config.items() if k not in PASSING}, sort_keys=True).encode())
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as weights:

@@ -2,7 +2,8 @@
 
 import json
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -37,12 +38,28 @@ class Encoders:
 
     def __init__(self, models: Models, settings: Settings, device: torch.device, decoder: bool = False):
         """`decoder`: keep the VAE's as well."""
-        self.codec = VideoCodec(models.vae, device, settings.tf32, decoder)
-        self.text = TextEncoder(
-            models.text_encoder, models.tokenizer, models.processor, settings.text_layer, device,
-            getattr(torch, settings.text_dtype), settings.system_prompt,
-        )  # fmt: skip
+        with loading(models.vae):
+            self.codec = VideoCodec(models.vae, device, settings.tf32, decoder)
+        with loading(models.text_encoder):
+            self.text = TextEncoder(
+                models.text_encoder, models.tokenizer, models.processor, settings.text_layer, device,
+                getattr(torch, settings.text_dtype), settings.system_prompt,
+            )  # fmt: skip
         self.models, self.settings = models, settings
+
+
+@contextmanager
+def loading(folder: Path) -> Iterator[None]:
+    """Whatever the libraries raise over a damaged or foreign folder, as a UserError that names the folder."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as fault:
+        raise UserError(
+            f"{folder} cannot be loaded ({type(fault).__name__}: {fault}): copy it and the folders beside it again from "
+            "a diffusers-format MiniMax-H3"
+        ) from fault
 
 
 def short_edge_size(height: int, width: int, edge: int) -> tuple[int, int]:
