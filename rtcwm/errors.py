@@ -8,5 +8,9 @@ class UserError(ValueError):
     """
 
 
+class StorageFault(UserError):
+    """The output could not be written; going on with the next part of it would not help."""
+
+
 class SharedError(UserError):
     """A `UserError` that every rank of a run raises; rank 0 prints it for all."""

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from command import rtcwm
+from full_disk import full_disk
 from safetensors.torch import load_file, save_file
 from small import CONFIG
 
@@ -57,6 +58,18 @@ def test_export_and_show(tmp_path, monkeypatch, capsys):
         assert [float(cell) for cell in row[1:4]] == pytest.approx([sum(both) / 2, min(both), max(both)], rel=1e-3)
     (block, site), most = max(norms.items(), key=lambda item: item[1])
     assert f"most: block {block} {site} {most:.4g}" in told
+
+
+@pytest.mark.parametrize("layout, name", [("comfyui", "b.safetensors"), ("peft", "peft")])
+def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path, monkeypatch, capsys, layout, name):
+    out = tmp_path / "out" / name
+    rtcwm(monkeypatch, "export", made(tmp_path / "a.safetensors"), "--to", layout, "--out", out)
+    other = made(tmp_path / "b.safetensors", seed=1)
+    before = {path: path.read_bytes() for path in sorted(out.parent.rglob("*")) if path.is_file()}
+    with full_disk(1000):
+        assert rtcwm(monkeypatch, "export", other, "--to", layout, "--out", out) == 2
+    assert f"--out {out} cannot be written" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in sorted(out.parent.rglob("*")) if path.is_file()} == before
 
 
 def test_numbers_of_a_file_add_up():

@@ -10,6 +10,7 @@ import pyarrow
 import pytest
 import torch
 from command import rtcwm
+from full_disk import full_disk
 from pyarrow import parquet
 from reference import patchify_video_latents
 from safetensors import safe_open
@@ -19,7 +20,7 @@ from worlds import tensors
 
 from rtcwm.curate.imports import import_cache, sixteen
 from rtcwm.data.clips import open_clips
-from rtcwm.errors import UserError
+from rtcwm.errors import StorageFault, UserError
 from rtcwm.train.dataset import list_samples, load_window, spans
 from rtcwm.train.distill_plan import rollout_starts
 
@@ -350,6 +351,21 @@ def test_bad_precomputed_folders_are_named(tmp_path, edit, message):
     edit(root / ".precomputed")
     with pytest.raises(UserError, match=message):
         import_cache(root, tmp_path / "clips", CODEC)
+
+
+def test_a_full_disk_stops_an_import_that_the_same_command_finishes(tmp_path):
+    source = write_pt(tmp_path / "cache", {"a": sample(1), "b": sample(2)})
+    with full_disk(4500), pytest.raises(StorageFault, match="cannot write .*clips/a: .*start the same command again"):
+        import_cache(source, tmp_path / "clips", CODEC)
+    assert [path.name for path in (tmp_path / "clips").iterdir()] == ["manifest.json"]
+    assert import_cache(source, tmp_path / "clips", CODEC).made == 2
+
+
+def test_names_that_no_clip_can_have(tmp_path):
+    source = write_pt(tmp_path / "cache", {"manifest.json": sample(1), "x" * 201: sample(2), "-ok": sample(3)})
+    found = import_cache(source, tmp_path / "clips", CODEC)
+    assert len(found.refused) == 2 and all("cannot name a clip's folder" in reason for reason in found.refused)
+    assert [clip.id for clip in open_clips(tmp_path / "clips")] == ["ok"]
 
 
 def test_an_id_does_not_leave_its_folder(tmp_path):

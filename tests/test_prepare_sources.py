@@ -6,10 +6,11 @@ import os
 import pytest
 from media import planes, write_conditions
 
+from rtcwm.data.clips import LONGEST_ID
 from rtcwm.errors import UserError
 from rtcwm.prepare.captions import text_of
 from rtcwm.prepare.folder import hash_sources
-from rtcwm.prepare.sources import LONGEST_ID, find
+from rtcwm.prepare.sources import find
 
 
 @pytest.fixture

@@ -124,20 +124,19 @@ def write_layout(pairs: Pairs, shape: AdapterShape, metadata: Mapping[str, str],
     if layout == "diffusers":
         kept |= diffusers_metadata(shape.rank, shape.alpha)
     tensors = layout_tensors(layout, pairs, shape.alpha)
+    targets = [out] if single else [out / PEFT_WEIGHTS, out / PEFT_CONFIG]
+    asides = [target.with_name(f".{target.name}.{os.getpid()}") for target in targets]
     try:
-        (out.parent if single else out).mkdir(parents=True, exist_ok=True)
-        if not single:
-            text = json.dumps(peft_config(shape.rank, shape.alpha), indent=2, sort_keys=True) + "\n"
-            aside = out / f".{PEFT_CONFIG}.{os.getpid()}"
-            aside.write_text(text)
-            aside.replace(out / PEFT_CONFIG)
-        target = out if single else out / PEFT_WEIGHTS
-        aside = target.with_name(f".{target.name}.{os.getpid()}")
+        targets[0].parent.mkdir(parents=True, exist_ok=True)
         try:
-            write_tensors(aside, tensors, kept)
-            aside.replace(target)
+            write_tensors(asides[0], tensors, kept)
+            for aside in asides[1:]:
+                aside.write_text(json.dumps(peft_config(shape.rank, shape.alpha), indent=2, sort_keys=True) + "\n")
+            for aside, target in zip(asides, targets, strict=True):
+                aside.replace(target)
         finally:
-            aside.unlink(missing_ok=True)
+            for aside in asides:
+                aside.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"--out {out} cannot be written: {error}") from error
 

@@ -20,8 +20,8 @@ from rtcwm.curate.cached import Cached
 from rtcwm.curate.caches import Read, open_cache
 from rtcwm.curate.options import EPISODE
 from rtcwm.data import manifest
-from rtcwm.data.clips import Start, clip_folders, write_clip
-from rtcwm.errors import UserError
+from rtcwm.data.clips import Start, checked_id, clip_folders, write_clip
+from rtcwm.errors import StorageFault, UserError
 from rtcwm.model.layout import CHUNK_LATENTS, LATENT_CHANNELS, PIXELS_PER_LATENT, SPAN_CHUNKS, TEXT_TAG, VIDEO_TAG
 from rtcwm.train.config import DistillConfig
 
@@ -50,6 +50,7 @@ def import_cache(source: Path, out: Path, codec: dict[str, str], episode: str = 
 
     Raises:
         UserError: nothing to import, a folder of other clips, or a pattern that is none.
+        StorageFault: the folder cannot be written.
     """
     try:
         pattern = re.compile(episode)
@@ -61,12 +62,14 @@ def import_cache(source: Path, out: Path, codec: dict[str, str], episode: str = 
     claim(out, kind, codec)
     found, taken = Imported(), {}
     for name, read in samples:
-        clip_id = re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".") or "clip"
+        clip_id = re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".-") or "clip"
         try:
             if clip_id in taken:
                 raise UserError(f"{source}: {name} and {taken[clip_id]} are both {clip_id} as a folder; rename one")
             taken[clip_id] = name
-            one_clip(out, clip_id, read, codec, pattern, found)
+            one_clip(out, checked_id(clip_id), read, codec, pattern, found)
+        except StorageFault:
+            raise
         except UserError as fault:
             found.refused.append(str(fault))
     if not found.made and not found.kept:
@@ -119,6 +122,8 @@ def one_clip(out: Path, clip_id: str, read: Read, codec: dict[str, str], pattern
             out, clip_id, sixteen(sample.video[:, latents]), sixteen(sample.proxy[:, latents]), {0: start}, episode,
             codec, prepared={"imported": told, "picture1": note},
         )  # fmt: skip
+    except StorageFault:
+        raise
     except UserError as fault:
         raise UserError(f"{sample.source}: {fault}") from fault
     found.made += 1

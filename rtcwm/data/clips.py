@@ -19,15 +19,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rtcwm.data import manifest
 from rtcwm.data.headers import DESCRIPTION, flagged_chunks, latent_shape, read_description, read_start, shapes
-from rtcwm.errors import UserError
+from rtcwm.errors import StorageFault, UserError
 from rtcwm.model.layout import CHUNK_LATENTS, CLIP_FRAMES, FPS, Geometry
 
 STREAM = "stream.safetensors"
+SAFE_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+LONGEST_ID = 200  # characters: names have 255, and a folder's is longer while it is written
+OWN_ENDS = (".json", ".png")  # of files that lie beside the clips
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,18 @@ class Clip:
         return self.path / f"start_{start}.safetensors"
 
 
+def checked_id(clip_id: str) -> str:
+    """The id; UserError unless it can name a clip's folder."""
+    if not SAFE_ID.fullmatch(clip_id):
+        raise UserError(f"the id {clip_id!r} cannot name a folder: use letters, digits, dot, dash and underscore")
+    if len(clip_id) > LONGEST_ID or clip_id.endswith(OWN_ENDS):
+        raise UserError(
+            f"the id {clip_id!r} cannot name a clip's folder: use at most {LONGEST_ID} characters, and no end of "
+            f"{' or '.join(OWN_ENDS)}"
+        )
+    return clip_id
+
+
 def write_clip(
     root: Path,
     clip_id: str,
@@ -97,12 +113,13 @@ def write_clip(
 
     Raises:
         UserError: parts that :func:`open_clips` would refuse.
+        StorageFault: the folder cannot be written; what was there stays.
     """
     aside, final = root / f".{clip_id}.writing-{os.getpid()}", root / clip_id
     replaced = root / f".{clip_id}.replaced-{os.getpid()}"
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
     try:
+        aside.mkdir(parents=True)
         geometry = Geometry(*video.shape[-2:], *proxy.shape[-2:])
         save_file({"video": stored(video), "proxy": stored(proxy)}, aside / STREAM)
         for start, given in starts.items():
@@ -134,6 +151,8 @@ def write_clip(
         if final.exists():
             final.rename(replaced)
         aside.rename(final)
+    except (OSError, SafetensorError) as fault:  # safetensors has its own name for a full disk
+        raise StorageFault(f"cannot write {final}: {fault}; make room, then start the same command again") from fault
     finally:
         shutil.rmtree(aside, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)

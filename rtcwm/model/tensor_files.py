@@ -33,8 +33,15 @@ LENGTH_BYTES = 8
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
     """Writes a safetensors file, readable by everyone: the same bytes for the same tensors and metadata. The caller
-    names a temporary path."""
-    save_file(dict(tensors), path, metadata=dict(metadata))
+    names a temporary path.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        save_file(dict(tensors), path, metadata=dict(metadata))
+    except SafetensorError as error:  # its own name for a full disk
+        raise OSError(str(error)) from error
     with open(path, "r+b") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         header = json.loads(file.read(length))

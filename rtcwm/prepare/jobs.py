@@ -5,12 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rtcwm.errors import UserError
 from rtcwm.prepare.sources import Source
-
-
-class StorageFault(UserError):
-    """The output could not be written; going on with the next clip would not help."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch
 from rtcwm.data.clips import open_clips
 from rtcwm.errors import UserError
 from rtcwm.prepare.folder import claim, finish, hash_sources, notes_if_done, open_folder
-from rtcwm.prepare.jobs import Job, Models, Outcome, StorageFault
+from rtcwm.prepare.jobs import Job, Models, Outcome
 from rtcwm.prepare.report import Progress, Report
 from rtcwm.prepare.settings import Settings, check_target, key_of
 from rtcwm.prepare.sources import Refusal, Source, find
@@ -174,9 +174,7 @@ def encode_all(
             else:
                 report.prepared.append(outcome.clip)
                 report.note(outcome.clip, outcome.notes)
-    except StorageFault as fault:
-        report.stopped = f"{fault}; make room, then start the same command again"
-    except UserError as fault:  # the models cannot be loaded
+    except UserError as fault:  # a full disk, or models that cannot be loaded
         report.stopped = str(fault)
     except BrokenProcessPool:
         report.stopped = (

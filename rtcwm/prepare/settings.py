@@ -10,7 +10,7 @@ from rtcwm.data.world import proxy_size
 from rtcwm.errors import UserError
 from rtcwm.model.layout import PATCH, PIXELS_PER_LATENT
 
-VERSION = 1  # of the recipe: raised when the same sources and settings give other files
+VERSION = 2  # of the recipe: raised when the same sources and settings give other files
 TARGET_MULTIPLE = PATCH[1] * PIXELS_PER_LATENT  # pixels: targets are packed without padding
 LEAST_PROXY = 2 * PIXELS_PER_LATENT  # the VAE's reflecting pads need two latent pixels
 

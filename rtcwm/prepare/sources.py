@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rtcwm.data.clips import checked_id
 from rtcwm.errors import UserError
 from rtcwm.prepare.proxies import CONDITIONS, is_conditions
 
@@ -31,9 +32,6 @@ DUV_VIDEOS = ("proxy/duv.mp4", "duv.mp4")
 CAPTIONS = ("prompt.txt", "annotations/prompt.json", "annotations/caption.json")
 PROXY_KEYS = ("proxy", "proxy_duv", "proxy_duv_video")
 CLIP_NAME = re.compile(r"clip_(\d+)_\d+")
-SAFE_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-LONGEST_ID = 200  # characters: names have 255, and a folder's is longer while it is written
-OWN_ENDS = (".json", ".png")  # of the files that lie beside the clips
 
 
 @dataclass(frozen=True)
@@ -101,18 +99,6 @@ def episode_of(clip_id: str) -> str:
     """Episode of `clip_<episode>_<window>`, whose windows share scene and light; else the id itself."""
     match = CLIP_NAME.fullmatch(clip_id)
     return match[1] if match else clip_id
-
-
-def checked_id(clip_id: str) -> str:
-    """The id; UserError unless it can name a folder."""
-    if not SAFE_ID.fullmatch(clip_id):
-        raise UserError(f"the id {clip_id!r} cannot name a folder: use letters, digits, dot, dash and underscore")
-    if len(clip_id) > LONGEST_ID or clip_id.endswith(OWN_ENDS):
-        raise UserError(
-            f"the id {clip_id!r} cannot name a clip's folder: use at most {LONGEST_ID} characters, and no end of "
-            f"{' or '.join(OWN_ENDS)}"
-        )
-    return clip_id
 
 
 def checked_text(text: str, name: object) -> str:

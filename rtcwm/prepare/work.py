@@ -8,15 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 
 from rtcwm.data.clips import Start, write_clip
 from rtcwm.data.headers import DESCRIPTION
-from rtcwm.errors import UserError
+from rtcwm.errors import StorageFault, UserError
 from rtcwm.model.layout import CLIP_FRAMES, FPS
 from rtcwm.prepare.captions import from_start, read_caption
 from rtcwm.prepare.extra import missing
-from rtcwm.prepare.jobs import Job, Models, Outcome, StorageFault
+from rtcwm.prepare.jobs import Job, Models, Outcome
 from rtcwm.prepare.proxies import Conditions, check_report, frame_count, open_proxy, read_proxy
 from rtcwm.prepare.settings import TARGET_MULTIPLE, VERSION, Settings, starts_of
 from rtcwm.prepare.text import TextEncoder
@@ -57,8 +56,8 @@ def loading(folder: Path) -> Iterator[None]:
         raise
     except Exception as fault:
         raise UserError(
-            f"{folder} cannot be loaded ({type(fault).__name__}: {fault}): copy it and the folders beside it again from "
-            "a diffusers-format MiniMax-H3"
+            f"{folder} cannot be loaded ({type(fault).__name__}: {fault}): copy it and the folders beside it again "
+            "from a diffusers-format MiniMax-H3"
         ) from fault
 
 
@@ -104,21 +103,18 @@ def prepare_clip(out: Path, job: Job, encoders: Encoders) -> tuple[str, ...]:
         "settings": settings.stored(),
         "notes": notes,
     }
-    try:
-        write_clip(
-            out,
-            source.id,
-            finite(video, "target's"),
-            finite(conditions, "proxy's"),
-            made,
-            source.episode,
-            encoders.models.codec_identity,
-            kept_flags(out / source.id, job.hashes),
-            encoders.models.text_identity,
-            prepared,
-        )
-    except (OSError, SafetensorError) as fault:
-        raise StorageFault(f"cannot write {out / source.id}: {fault}") from fault
+    write_clip(
+        out,
+        source.id,
+        finite(video, "target's"),
+        finite(conditions, "proxy's"),
+        made,
+        source.episode,
+        encoders.models.codec_identity,
+        kept_flags(out / source.id, job.hashes),
+        encoders.models.text_identity,
+        prepared,
+    )
     return notes
 
 
