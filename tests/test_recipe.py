@@ -51,7 +51,7 @@ def test_the_programs_accept_their_commands(tmp_path, on_card):
     assert (default.student_lora, default.seed, default.iters) == (df, 2, 7)
     changes = {
         "no-reuse": {"kv_reuse": False}, "clean-history": {"rollout_history": "clean"}, "last-stop": {"stops": "last"},
-        "late-stop": {"stops": "late"},
+        "random-stop": {"stops": "random"},
         "causal-teacher": {"teacher_kind": "causal", "teacher_lora": df, "teacher_picture1": "window"},
         "grad-chunks-1": {"grad_chunks": 1}, "grad-chunks-2": {"grad_chunks": 2}, "critic-1": {"critic_per_gen": 1},
         "critic-5": {"critic_per_gen": 5}, "score-shift-12": {"score_shift": 12.0},

@@ -80,8 +80,8 @@ def claim(out: Path, ids: set[str], models: Models, settings: Settings) -> None:
             if folder.name not in ids and told.get(name) != value:
                 raise UserError(
                     f"--out {out} holds {folder.name} with {name} {told.get(name)!r}, here it is {value!r}: clips made "
-                    "otherwise cannot be mixed; choose another folder, remove the clip, or name all sources to make all "
-                    "again"
+                    "otherwise cannot be mixed; choose another folder, remove the clip, or name all sources to "
+                    "make all again"
                 )
 
 
