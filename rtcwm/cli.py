@@ -13,7 +13,7 @@ from rtcwm.adapters.command import main_diff, main_export, main_fuse, main_show
 from rtcwm.bench.command import BENCH
 from rtcwm.curate.command import main_check, main_import
 from rtcwm.data.command import main_world
-from rtcwm.errors import UserError
+from rtcwm.errors import INTERRUPTED, UserError
 from rtcwm.evaluate.command import main_evaluate
 from rtcwm.prepare.command import main_prepare
 from rtcwm.recipe.command import main_recipe
@@ -85,13 +85,17 @@ def name_leading(words: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Runs one subcommand; a user's error is one line and exit code 2. A command may return an exit code of its own."""
+    """Runs one subcommand; a user's error is one line and exit code 2, Ctrl-C one line and 130. A command may return an
+    exit code of its own."""
     words = name_leading([with_underscores(word) for word in sys.argv[1:]])
     try:
         code = auto_cli(COMMANDS, args=words, prog="rtcwm", description=f"rtcwm {__version__}", as_positional=False)
     except UserError as error:
         print(f"rtcwm: error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("rtcwm: interrupted; the same command starts it again, with what is already whole", file=sys.stderr)
+        sys.exit(INTERRUPTED)
     if code:
         sys.exit(code)
 

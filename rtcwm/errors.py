@@ -1,5 +1,8 @@
 """The one exception that is meant for a user's eyes."""
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C or SIGTERM, as shells give it."""
+
 
 class UserError(ValueError):
     """Bad input: the message says what was found, what was expected and what to change.

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from rtcwm.errors import UserError
+from rtcwm.errors import INTERRUPTED, UserError
 
 
 def main_prepare(
@@ -32,7 +32,7 @@ def main_prepare(
     """Encode videos, proxies and captions into clips to train on; the same command finishes what a stopped one left.
 
     Exit code 0: all clips are there; 1: some were refused, each with a line that says why; 2: it could not start or had
-    to stop.
+    to stop; 130: Ctrl-C.
 
     Args:
         out: folder to write, one folder a clip, manifest.json and prepare_report.json.
@@ -84,6 +84,9 @@ def main_prepare(
         gpus = torch.cuda.device_count() if device != "cpu" else 0
         for chunk, found in check_chunks(out, sources, models.vae, settings, check, device_of(0, gpus)).items():
             print(f"check: {chunk} target {found['target']:.2f} dB, proxy {found['proxy']:.2f} dB")
+    if report.interrupted:
+        print(f"rtcwm: {report.stopped}", file=sys.stderr)
+        sys.exit(INTERRUPTED)
     if report.stopped:
         raise UserError(report.stopped)
     if report.refused:

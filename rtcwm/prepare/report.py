@@ -16,7 +16,7 @@ NAME = "prepare_report.json"
 @dataclass
 class Report:
     """Clips by what became of them. `notes` are remarks on the clips made now or kept; `traces` tracebacks of faults
-    that nobody foresaw."""
+    that nobody foresaw; `stopped` is why it ended early, which was the user's wish where it was `interrupted`."""
 
     prepared: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
@@ -24,6 +24,7 @@ class Report:
     notes: dict[str, list[str]] = field(default_factory=dict)
     traces: dict[str, str] = field(default_factory=dict)
     stopped: str | None = None
+    interrupted: bool = False
 
     def note(self, clip: str, notes: Sequence[str]) -> None:
         """Remember the remarks on a clip, if there are any."""

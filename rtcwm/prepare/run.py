@@ -184,7 +184,7 @@ def encode_all(
     except torch.OutOfMemoryError as fault:
         report.stopped = f"the GPU is full ({str(fault).splitlines()[0]}); free it, or use one with more memory"
     except KeyboardInterrupt:
-        report.stopped = "interrupted; the same command goes on from here"
+        report.stopped, report.interrupted = "interrupted; the same command goes on from here", True
     if report.stopped:
         count_finished(out, jobs, report)
         report.stopped += f" ({len(report.prepared) + len(report.kept)} clips are whole and stay)"

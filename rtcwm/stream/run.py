@@ -12,7 +12,7 @@ from rtcwm.bench.chunks import PLAYS, STEADY
 from rtcwm.bench.report import machine
 from rtcwm.engine import memory
 from rtcwm.engine.checkpoint import replace_file
-from rtcwm.errors import UserError
+from rtcwm.errors import INTERRUPTED, UserError
 from rtcwm.model.layout import CLIP_FRAMES, PIXELS_PER_LATENT
 from rtcwm.stream.command import Settings
 from rtcwm.stream.film import GrowingFilm
@@ -20,9 +20,6 @@ from rtcwm.stream.live import LiveStream
 from rtcwm.stream.origin import ClipOrigin
 from rtcwm.stream.plan import Plan, prepare
 from rtcwm.stream.proxies import ClipProxies, RootProxies
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C or SIGTERM, as shells give it."""
 
 
 @dataclass(frozen=True)
