@@ -263,3 +263,7 @@ def test_training_as_it_was_measured(tmp_path):
     assert (largest(train).total - extra) / GIB == pytest.approx(57, rel=0.05)
     fast = replace(train, settings=read_base_settings(shipped_config("base_8x141gb")))
     assert (largest(fast).total - extra) / GIB == pytest.approx(93, rel=0.05)
+    away = replace(needs.settings.activations, policy="save_attention", offload_attention=True)
+    moved = replace(train, settings=replace(needs.settings, activations=away))
+    # The card holds those of two blocks, in bf16.
+    assert largest(moved).total - largest(train).total == 2 * needs.layout.rows * 56 * 128 * 2

@@ -26,6 +26,7 @@ from rtcwm.model.loading import SeededSource, read_config
 from rtcwm.model.lora import AdapterShape
 
 LAYERS, RANK, CHUNKS = 5, 4, 1
+BOTH = ActivationSettings(policy="save_attention", cpu_checkpointing=True, offload_attention=True)
 INPUT_ROWS = random_window(5 * CHUNKS).layout(stream=True).rows
 
 
@@ -144,17 +145,16 @@ def alternate(world, files: Path, base_settings: BaseSettings) -> dict:
         "block": sum(p.ds_numel for p in watched.blocks[0].parameters()),
         "holds": None if carrier is None else (carrier.holds(), carrier.most_in_use, len(carrier._buffers)),
         "digest": watched.base.digest(),
-        "inputs": watched.base.activations.offloaded_bytes,
+        "moved": watched.base.activations.offloaded_bytes,
     }
 
 
 @pytest.mark.parametrize(("ranks", "group"), [(4, 2), (2, 1)])
 def test_prefetch_changes_no_bit_and_leaves_nothing_gathered(files, ranks, group):
-    """Against DeepSpeed's own fetches. The base in host memory, in groups of two shared as well; blocks' inputs too."""
-    offload = ActivationSettings(cpu_checkpointing=True)
+    """Against DeepSpeed's own fetches. The base in host memory, in groups of two shared as well; what is kept too."""
     ways = (
         settings(files, shard_group=group, prefetch=False, offload=group == 1),
-        settings(files, shard_group=group, offload=True, pin_base=True, activations=offload, device_blocks=4 - group),
+        settings(files, shard_group=group, offload=True, pin_base=True, activations=BOTH, device_blocks=4 - group),
     )
     for own, ahead in run_ranks(ranks, alternate_by, files, *ways):
         assert own["numbers"] == ahead["numbers"] and own["digest"] == ahead["digest"]
@@ -163,7 +163,8 @@ def test_prefetch_changes_no_bit_and_leaves_nothing_gathered(files, ranks, group
             assert result["left over"] == {0}
             assert result["whole"] == result["block"]  # never more than the block that computes
         assert ahead["holds"] == (0, 1, 4 - group)
-        assert ahead["inputs"] == 3 * LAYERS * INPUT_ROWS * CONFIG["hidden_size"] * 4
+        width = CONFIG["hidden_size"] + CONFIG["num_attention_heads"] * CONFIG["attention_head_dim"]
+        assert ahead["moved"] == 3 * LAYERS * INPUT_ROWS * width * 4
 
 
 def traffic_by(world, files: Path, *ways: BaseSettings) -> list[dict]:
@@ -235,17 +236,21 @@ def order(world, files: Path, base_settings: BaseSettings) -> dict:
     return {"events": first, "alive": max(alive), "left": left, "pages": pages, "closed": copies.memory.bytes}
 
 
-def test_blocks_and_their_inputs_come_one_block_ahead_and_go_again(files):
-    way = settings(files, shard_group=2, activations=ActivationSettings(cpu_checkpointing=True))
+@pytest.mark.parametrize("attention", [False, True])
+def test_blocks_and_what_was_kept_of_them_come_one_block_ahead_and_go_again(files, attention):
+    way = settings(files, shard_group=2, activations=BOTH if attention else ActivationSettings(cpu_checkpointing=True))
+    each = 1 + attention
     for result in run_ranks(2, order, files, way):
         # Forward: the next block is fetched before one runs. Backward: the last two blocks are still there; the others
         # come, with their inputs, while the block after them is recomputed.
         assert " ".join(result["events"]) == (
             "weights 0 weights 1 run 0 weights 2 run 1 weights 3 run 2 weights 4 run 3 run 4 "
             "input input run 4 input weights 2 run 3 input weights 1 run 2 input weights 0 run 1 run 0"
-        )
-        assert result["alive"] <= 2 and result["left"] == 0
-        assert result["pages"] == [(LAYERS, LAYERS)] * 3  # the same pages in every step, and free after it
+        ).replace("input", " ".join(["input"] * each))
+        assert result["alive"] <= 2 * each and result["left"] == 0
+        assert (
+            result["pages"] == [(each * LAYERS, each * LAYERS)] * 3
+        )  # the same pages in every step, and free after it
         assert result["closed"] == 0
 
 

@@ -99,6 +99,7 @@ def assert_same_bits(results: dict[str, dict]) -> None:
 LAYOUT = random_window(5 * CHUNKS).layout(stream=True)
 CALLS = BLOCKS * len(groups(LAYOUT, "E"))  # of one forward pass, without the text refiner
 KEPT = 2 * LAYOUT.rows * CONFIG["num_attention_heads"] * (CONFIG["attention_head_dim"] + 1) * 4  # a block, batch of 2
+OUTPUT = 2 * LAYOUT.rows * CONFIG["num_attention_heads"] * CONFIG["attention_head_dim"] * 4  # without the logsumexp
 INPUT = 2 * LAYOUT.rows * CONFIG["hidden_size"] * 4
 
 
@@ -119,6 +120,7 @@ def test_policies_differ_in_work_alone(tmp_path, config):
         "recompute": {},
         "save": save,
         "save, offload": save | offload,
+        "save, offload both": save | offload | {"offload_attention": True},
         "keep": keep,
         "save, keep, offload": save | keep | offload,
         "none": {"policy": "none"},
@@ -130,6 +132,7 @@ def test_policies_differ_in_work_alone(tmp_path, config):
         "recompute": (PASSES * CALLS, 0, 0),
         "save": (0, PASSES * BLOCKS * KEPT, 0),
         "save, offload": (0, PASSES * BLOCKS * KEPT, PASSES * BLOCKS * INPUT),
+        "save, offload both": (0, PASSES * BLOCKS * KEPT, PASSES * BLOCKS * (INPUT + OUTPUT)),
         "keep": (PASSES * CALLS // BLOCKS, 0, 0),
         "save, keep, offload": (0, PASSES * (BLOCKS - 1) * KEPT, PASSES * (BLOCKS - 1) * INPUT),
         "none": (0, 0, 0),
@@ -142,7 +145,8 @@ def test_policies_differ_in_work_alone(tmp_path, config):
 
 def test_ranks_that_share_the_base_keep_outputs_but_no_weights(tmp_path, config):
     """With weights brought ahead in one pass and not in the other, and inputs from host memory."""
-    save, offload = {"policy": "save_attention"}, {"policy": "save_attention", "cpu_checkpointing": True}
+    save = {"policy": "save_attention"}
+    offload = save | {"cpu_checkpointing": True, "offload_attention": True}
     settings = {
         "recompute": base_settings(tmp_path, {}, shard_group=2),
         "save": base_settings(tmp_path, save, shard_group=2),

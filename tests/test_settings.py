@@ -112,6 +112,14 @@ def test_integer_betas_become_floats(tmp_path):
         ({"activation_checkpointing": {"cpu_checkpointing": 1}}, "expected true or false"),
         ({"activation_checkpointing": {"policy": "all"}}, "policy is 'all'"),
         ({"activation_checkpointing": {"policy": "none", "cpu_checkpointing": True}}, "recomputes none"),
+        (
+            {"activation_checkpointing": {"offload_attention": True, "cpu_checkpointing": True}},
+            "policy 'save_attention'",
+        ),
+        (
+            {"activation_checkpointing": {"offload_attention": True, "policy": "save_attention"}},
+            "cpu_checkpointing true, or remove it",
+        ),
     ],
 )
 def test_bad_base_configs(tmp_path, config, message):

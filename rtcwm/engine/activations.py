@@ -2,13 +2,9 @@
 
 Every block is checkpointed on its own, without reentry: under ZeRO-3 a block that is not recomputed keeps its gathered
 weights alive until the backward pass reaches it, so that the whole base ends up gathered. torch saves nothing of the
-block then; this module keeps the block's input, on the device or in host memory, and hands it to the recompute.
+block then; what is kept of it (`rtcwm.engine.kept`) is handed to the recompute.
 
-Inputs go to host memory while their block computes, and come back, as the base's weights do, while the block after
-theirs is recomputed. Which block that is differs from graph to graph, since several forward passes may be alive (the
-chunks of a rollout): each kept input knows the one that its own forward pass kept before it.
-
-Under "save_attention" it keeps the outputs of the block's attention as well, and the recompute runs no attention.
+Under "save_attention" that is the outputs of the block's attention as well, and the recompute runs no attention.
 torch's selective checkpointing could do that too, but it numbers every operation of a block, and a block whose weights
 or inputs were brought ahead in one of the two passes does not do the same ones twice.
 
@@ -24,102 +20,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rtcwm.engine.carrier import Carrier
-from rtcwm.engine.copies import HostMemory, SideStream, Stored
+from rtcwm.engine.copies import SideStream
+from rtcwm.engine.kept import BlockInput, InputCopies, MovedOutputs
 from rtcwm.engine.settings import ActivationSettings
 from rtcwm.errors import UserError
 from rtcwm.model.lora import Adapter, Slot
 from rtcwm.model.prefix import KeptOutputs
-
-
-class InputCopies:
-    """Where inputs of blocks go between forward and backward.
-
-    Attributes:
-        moved_bytes: moved to host memory so far, and as many back.
-    """
-
-    def __init__(self, device: torch.device, memory: HostMemory):
-        self.memory, self.side = memory, SideStream(device)
-        self.moved_bytes = 0
-
-    def send(self, tensor: torch.Tensor) -> tuple[Stored, torch.cuda.Event | None]:
-        """Starts to copy a contiguous tensor to host memory; the event is the copy's end, until which the tensor has to
-        be kept."""
-        with self.side.copying():
-            stored = Stored(self.memory, tensor)
-        self.moved_bytes += stored.bytes
-        return stored, self.side.mark()
-
-    def fetch(self, stored: Stored) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """Starts to copy it back into a new tensor; the event is the copy's end."""
-        target = torch.empty(stored.shape, dtype=stored.dtype, device=stored.device)
-        with self.side.copying():
-            stored.load(target)
-        return target, self.side.mark()
-
-
-class BlockInput:
-    """One block's input: the live tensor while the forward runs, what was kept of it when the backward asks again.
-
-    Args:
-        previous: what the same forward pass kept of the block before.
-        copies: None to keep it on the device.
-    """
-
-    def __init__(
-        self, block: nn.Module, hidden: torch.Tensor, previous: "BlockInput | None", copies: InputCopies | None
-    ):
-        self.block = block
-        # Weak, or the last input of a pass would keep all the others on the device until the backward pass is over.
-        self._previous = None if previous is None else weakref.ref(previous)
-        self._copies = copies
-        self._requires_grad = hidden.requires_grad
-        self._live: torch.Tensor | None = hidden
-        self._kept: torch.Tensor | None = hidden.detach()
-        self._stored: Stored | None = None
-        self._event: torch.cuda.Event | None = None
-        if copies is not None:
-            self._kept = self._kept.contiguous()
-            self._stored, self._event = copies.send(self._kept)
-
-    @property
-    def is_settled(self) -> bool:
-        return self._live is None
-
-    @property
-    def previous(self) -> "BlockInput | None":
-        return None if self._previous is None else self._previous()
-
-    def settle(self) -> None:
-        """Ends the forward: drops the live tensor, after the computation has been made to wait for its copy."""
-        self._await()
-        self._live = None
-        if self._copies is not None:
-            self._kept = None
-
-    def prefetch(self) -> None:
-        """Starts to bring it back to the device, where it is not there."""
-        if self._kept is None:
-            self._kept, self._event = self._copies.fetch(self._stored)
-            self._stored = None
-
-    def __call__(self) -> torch.Tensor:
-        if self._live is not None:
-            return self._live
-        self.prefetch()
-        self._await()
-        return self._kept.detach().requires_grad_(self._requires_grad)
-
-    def _await(self) -> None:
-        if self._event is not None:
-            self._copies.side.await_on(None, self._event)
-            self._event = None
-
-    def __del__(self) -> None:
-        # A graph that no backward pass went through: its pages go back, memory that a copy still uses stays until then.
-        if self._stored is not None:
-            self._stored.drop()
-        self._await()
 
 
 class Activations:
@@ -151,7 +57,7 @@ class Activations:
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes of block inputs moved to host memory so far."""
+        """Bytes of block inputs, and of attention outputs where they go too, moved to host memory so far."""
         return self.copies.moved_bytes if self.copies else 0
 
     def report_once(self) -> str | None:
@@ -176,7 +82,8 @@ class Activations:
         if self.copies is not None:
             if not self.offloaded_bytes:
                 raise UserError("cpu_checkpointing is on and moved nothing to host memory: no block input was kept")
-            moved = f"{self.offloaded_bytes:,} bytes of block inputs went to host memory in this step"
+            what = "block inputs and attention outputs" if self.settings.offload_attention else "block inputs"
+            moved = f"{self.offloaded_bytes:,} bytes of {what} went to host memory in this step"
             parts.append(f"activation offload: {moved}{self._waited(self.copies.side)}")
         if self.carrier is not None:
             moved = f"{self.carrier.moved_bytes:,} bytes of blocks in {self.carrier.fetches} fetches"
@@ -227,8 +134,9 @@ class Activations:
             if self.settings.policy == "none" or block in self._whole:
                 with self.slot.bind(*adapters):
                     return block(hidden, *rest)
-            kept = BlockInput(block, hidden, previous, self.copies)
-            outputs = KeptOutputs() if saves else None
+            moves = saves and self.settings.offload_attention
+            outputs = MovedOutputs(self.copies) if moves else KeptOutputs() if saves else None
+            kept = BlockInput(block, hidden, previous, self.copies, outputs if moves else None)
 
             def forward() -> torch.Tensor:
                 hidden = kept()

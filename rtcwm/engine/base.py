@@ -16,8 +16,9 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from rtcwm.engine import carrier
-from rtcwm.engine.activations import Activations, InputCopies
+from rtcwm.engine.activations import Activations
 from rtcwm.engine.copies import HostMemory, as_bytes
+from rtcwm.engine.kept import InputCopies
 from rtcwm.engine.memory import limit_memory
 from rtcwm.engine.settings import BaseSettings
 from rtcwm.engine.world import World

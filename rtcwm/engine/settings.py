@@ -35,7 +35,7 @@ REFUSED = {
     "tensorboard": "a run writes its own events into --out",
     "train_batch_size": "it follows from the number of ranks and gradient_accumulation_steps",
 }
-ACTIVATION_KEYS = {"cpu_checkpointing", "policy", "pin_memory", "keep_blocks", "ffn_rows"}
+ACTIVATION_KEYS = {"cpu_checkpointing", "policy", "pin_memory", "keep_blocks", "ffn_rows", "offload_attention"}
 ACTIVATION_REFUSED = (
     "partition_activations", "contiguous_memory_optimization", "number_checkpoints",
     "synchronize_checkpoint_boundary", "profile",
@@ -61,6 +61,7 @@ class ActivationSettings:
             and not computed again (H3 at 33,968 rows: 24 GB); "none": keep all activations (unpartitioned base only).
         cpu_checkpointing: keep block inputs in host memory between forward and backward.
         pin_memory: page-locked host memory for them, on GPUs; else their copies hold up the computation.
+        offload_attention: with "save_attention" and ``cpu_checkpointing``, attention outputs go the same way.
         keep_blocks: so many of the last blocks are not recomputed (unpartitioned base only): memory left over bought
             for speed. The last ones, because the backward pass frees theirs first.
         ffn_rows: so many rows at a time go through a feed-forward, whose two widest tensors then exist for these alone
@@ -72,6 +73,7 @@ class ActivationSettings:
     pin_memory: bool = True
     keep_blocks: int = 0
     ffn_rows: int = 0
+    offload_attention: bool = False
 
     @property
     def keeps_blocks(self) -> bool:
@@ -268,7 +270,7 @@ def _activations(path: Path, config: dict) -> ActivationSettings:
             )
     if unknown := sorted(set(given) - ACTIVATION_KEYS):
         raise UserError(f"{path}: unknown keys {unknown} in activation_checkpointing; known: {sorted(ACTIVATION_KEYS)}")
-    for key in ("cpu_checkpointing", "pin_memory"):
+    for key in ("cpu_checkpointing", "pin_memory", "offload_attention"):
         if not isinstance(given.get(key, True), bool):
             raise UserError(f"{path}: activation_checkpointing.{key} is {given[key]!r}, expected true or false")
     for key, what in (("keep_blocks", "blocks"), ("ffn_rows", "rows (0: all at once)")):
@@ -280,6 +282,11 @@ def _activations(path: Path, config: dict) -> ActivationSettings:
         raise UserError(f"{path}: activation_checkpointing.policy is {settings.policy!r}, expected one of {POLICIES}")
     if settings.policy == "none" and settings.cpu_checkpointing:
         raise UserError(f"{path}: cpu_checkpointing keeps inputs of recomputed blocks; policy 'none' recomputes none")
+    if settings.offload_attention and not (settings.policy == "save_attention" and settings.cpu_checkpointing):
+        raise UserError(
+            f"{path}: offload_attention moves what policy 'save_attention' keeps, beside block inputs: set the policy, "
+            "and cpu_checkpointing true, or remove it"
+        )
     if settings.policy == "none" and settings.keep_blocks:
         raise UserError(f"{path}: policy 'none' keeps every block; remove keep_blocks, or choose another policy")
     return settings

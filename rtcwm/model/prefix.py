@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,24 +78,22 @@ class KeptOutputs:
     """(out, logsumexp) of the attention calls of one block, from its forward to its recompute.
 
     The first `bind` records what the operator computes inside it, every later one gives it back, in the same order, in
-    place of running a kernel. Recording takes references, no copies. Bound by whoever recomputes, in the recomputed
-    function: an operator cannot know whether it runs for the first time.
+    place of running a kernel. Recording takes references, no copies; `keep` and `give` may be overridden to put them
+    elsewhere meanwhile. Bound by whoever recomputes, in the recomputed function: an operator cannot know whether it
+    runs for the first time.
     """
 
     def __init__(self) -> None:
-        self._outputs: list[tuple[Tensor, Tensor]] = []
-        self._ahead: deque[tuple[Tensor, Tensor]] | None = None
+        self.outputs: list[Any] = []
+        self.bytes = 0
+        self._ahead: deque[Any] | None = None
         self._recorded = False
-
-    @property
-    def bytes(self) -> int:
-        return sum(x.nbytes for pair in self._outputs for x in pair)
 
     @contextmanager
     def bind(self) -> Iterator[None]:
         """Inside, the operator's calls are those of this block. An exception ends it too: checkpointing stops a
         recompute by one, as soon as nothing is missing."""
-        self._ahead = deque(self._outputs) if self._recorded else None
+        self._ahead = deque(self.outputs) if self._recorded else None
         _keeping.append(self)
         try:
             yield
@@ -102,17 +101,26 @@ class KeptOutputs:
             _keeping.remove(self)
             self._recorded = True
 
+    def keep(self, out: Tensor, lse: Tensor) -> Any:
+        """What stands for a call's results until the recompute."""
+        return out, lse
+
+    def give(self, kept: Any) -> tuple[Tensor, Tensor]:
+        """The results that `keep` was given."""
+        return kept
+
     def take(self) -> tuple[Tensor, Tensor] | None:
         """What the next call gave in the forward; None while that is being recorded."""
         if self._ahead is None:
             return None
         if not self._ahead:
             raise RuntimeError("a recomputed block calls attention more often than its forward did")
-        return tuple(x.detach() for x in self._ahead.popleft())
+        return tuple(x.detach() for x in self.give(self._ahead.popleft()))
 
     def put(self, out: Tensor, lse: Tensor) -> None:
         # Aliases: the operator's own results get the node of the graph, which must not be held from outside of it.
-        self._outputs.append((out.detach(), lse.detach()))
+        self.outputs.append(self.keep(out.detach(), lse.detach()))
+        self.bytes += out.nbytes + lse.nbytes
 
 
 @torch.library.custom_op("rtcwm::prefix_attention", mutates_args=())

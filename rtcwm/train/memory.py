@@ -92,9 +92,11 @@ class Needs:
         sizes, layers = self.blocks, self.blocks.layers
         whole = layers if activations.policy == "none" else activations.keep_blocks
         recomputed = replace(sizes, layers=layers - whole)
+        # Of those that are in host memory, the card holds one's that is recomputed and one's that come.
+        with_outputs = replace(sizes, layers=min(2, layers - whole)) if activations.offload_attention else recomputed
         return {
             "block inputs": 0 if activations.cpu_checkpointing else recomputed.inputs(rows),
-            "attention outputs": recomputed.outputs(rows) if activations.policy == "save_attention" else 0,
+            "attention outputs": with_outputs.outputs(rows) if activations.policy == "save_attention" else 0,
             "blocks without recompute": sizes.activations(rows, whole) + 2 * replace(sizes, layers=whole).outputs(keys),
         }
 
@@ -170,7 +172,7 @@ class DistillNeeds(Needs):
         activations = self.settings.activations
         # A rollout's graphs keep no attention outputs.
         lasting = "recompute" if activations.policy == "save_attention" else activations.policy
-        one = self.kept(chunk, replace(activations, policy=lasting), keys)
+        one = self.kept(chunk, replace(activations, policy=lasting, offload_attention=False), keys)
         graphs = {name: self.grad_chunks * size for name, size in one.items()}
         teacher = self.dtype.itemsize * self.teacher.parameters if self.teacher else 0
         always = {"base": self.base(), "adapters": self.weights([self.student, self.critic]) + teacher}
@@ -208,9 +210,13 @@ def _engine_alternatives(needs: Needs, adapters: list[str]) -> list[tuple[str, N
 
     found = [("--batch 1", replace(needs, batch=1))] if needs.batch > 1 else []
     if activations.policy != "recompute" or activations.keep_blocks:
-        found.append(("policy 'recompute' in --base-config", acting(policy="recompute", keep_blocks=0)))
+        found.append(
+            ("policy 'recompute' in --base-config", acting(policy="recompute", keep_blocks=0, offload_attention=False))
+        )
     if not activations.cpu_checkpointing and activations.policy != "none":
         found.append(("cpu_checkpointing in --base-config", acting(cpu_checkpointing=True)))
+    if activations.policy == "save_attention" and activations.cpu_checkpointing and not activations.offload_attention:
+        found.append(("offload_attention in --base-config", acting(offload_attention=True)))
     if not activations.ffn_rows:
         found.append(("ffn_rows 4096 in --base-config", acting(ffn_rows=4096)))
     if not settings.offload and not activations.keeps_blocks:
