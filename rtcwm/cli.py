@@ -4,6 +4,7 @@ A command's flags are its function's arguments, and its help is the docstring. T
 run, so that help and wrong flags cost no second of PyTorch.
 """
 
+import os
 import sys
 
 from jsonargparse import auto_cli
@@ -52,6 +53,8 @@ LEADING = {
 """Arguments that may stand right after a command, without their flags."""
 SWITCHES = ("--flag", "--overwrite", "--follow")
 """Flags that need no value to be on."""
+PIPE_CLOSED = 141
+"""Exit code when nobody reads the output any more, as shells give it."""
 LISTED = {("prepare", "--source"), ("evaluate", "--model")}
 """Flags of a command that add to a list each time they stand there, for which jsonargparse wants a plus behind them; a
 whole list, `[a, b]`, takes the place of what a config says."""
@@ -90,12 +93,16 @@ def main() -> None:
     words = name_leading([with_underscores(word) for word in sys.argv[1:]])
     try:
         code = auto_cli(COMMANDS, args=words, prog="rtcwm", description=f"rtcwm {__version__}", as_positional=False)
+        sys.stdout.flush()
     except UserError as error:
         print(f"rtcwm: error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("rtcwm: interrupted; the same command starts it again, with what is already whole", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # what reads the output, such as `head`, has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more as it ends
+        sys.exit(PIPE_CLOSED)
     if code:
         sys.exit(code)
 

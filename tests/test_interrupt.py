@@ -1,7 +1,10 @@
-"""Ctrl-C: one line, exit code 130, and nothing half written, wherever in a command it comes."""
+"""Ctrl-C: one line, exit code 130, and nothing half written, wherever in a command it comes. And a closed pipe."""
 
+import os
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 from command import rtcwm
@@ -96,3 +99,14 @@ def test_a_preparation(tmp_path, monkeypatch, capsys):
     shutil.rmtree(tmp_path / "sources" / "clip_000002_0")
     assert rtcwm(monkeypatch, *words) == 0
     assert "1 clips prepared, 1 already there, 0 refused" in capsys.readouterr().out
+
+
+def test_a_reader_that_has_enough(tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "rtcwm.cli", "adapter", "show", made(tmp_path / "a.safetensors")]
+    done = subprocess.run(
+        command, stdout=write, stderr=subprocess.PIPE, env=os.environ | {"PYTHONUNBUFFERED": ""}, timeout=60
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
