@@ -135,15 +135,28 @@ def test_where_a_caption_comes_from_and_what_is_said(tmp_path):
     assert read_caption(source(tmp_path, "[0.00s] Given.", **files), True) == ("[0.00s] Given.", ())
     assert read_caption(source(tmp_path, **files), True) == ("[0.00s] One.\r\n[1.00s] Two.", ())
     files["prompt.txt"] = b" \n"
-    assert read_caption(source(tmp_path, **files), True) == ("[0.00s-5.17s] Compiled.", ())
+    passed = "prompt.txt is empty: passed over"
+    assert read_caption(source(tmp_path, **files), True) == ("[0.00s-5.17s] Compiled.", (passed,))
     del files["prompt.json"]
     text, notes = read_caption(source(tmp_path, **files), True)
-    assert text == "A whole episode." and "whole episode and not this clip" in notes[0] and "no time stamps" in notes[1]
-    assert read_caption(source(tmp_path, **files), False) == ("", ("no caption: the text is empty",))
+    assert text == "A whole episode." and notes[0] == passed
+    assert "whole episode and not this clip" in notes[1] and "no time stamps" in notes[2]
+    assert read_caption(source(tmp_path, **files), False) == ("", (passed, "no caption: the text is empty"))
     assert read_caption(source(tmp_path, ""), True)[0] == ""
 
 
-@pytest.mark.parametrize("content", [b"{", b"\xff\xfe\x00", {"a": 1}, ["x"]])
+@pytest.mark.parametrize(
+    "content", [b"", b" \n", b"null", b"\xef\xbb\xbfnull\n", {}, {"caption": None}, {"text": ""}, b'""']
+)
+def test_an_annotation_that_says_nothing_is_as_one_that_is_not_there(tmp_path, content):
+    files = {"prompt.json": content, "caption.json": {"caption": "[0.00s] Seen."}}
+    passed = "prompt.json is empty: passed over"
+    text, notes = read_caption(source(tmp_path, **files), True)
+    assert text == "[0.00s] Seen." and notes[0] == passed and "whole episode" in notes[1] and len(notes) == 2
+    assert read_caption(source(tmp_path, **files), False) == ("", (passed, "no caption: the text is empty"))
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe\x00", {"a": 1}, ["x"], {"caption": 7}, b"0", [], b"false"])
 def test_a_caption_file_that_cannot_be_read_is_refused(tmp_path, content):
     with pytest.raises(UserError, match="caption.json"):
         read_caption(source(tmp_path, **{"caption.json": content}), True)

@@ -30,6 +30,9 @@ def read_caption(source: Source, episode_captions: bool) -> tuple[str, tuple[str
         source: its manifest text, else the first of its caption files that holds text.
         episode_captions: whether `caption.json`, which describes a whole episode, will do.
 
+    A file without a word in it counts as one that is not there, and is named: annotation tools leave such files where
+    they found nothing to say.
+
     Raises:
         UserError: a caption file that cannot be read.
     """
@@ -40,11 +43,15 @@ def read_caption(source: Source, episode_captions: bool) -> tuple[str, tuple[str
         text = text_of(file)
         if text.strip():
             if file.name == EPISODE_CAPTION:
-                notes = (f"caption from {EPISODE_CAPTION}, which describes the whole episode and not this clip",)
+                notes = (
+                    *notes,
+                    f"caption from {EPISODE_CAPTION}, which describes the whole episode and not this clip",
+                )
             break
+        notes = (*notes, f"{file.name} is empty: passed over")
     text = canonical(text)
     if not text:
-        return "", ("no caption: the text is empty",)
+        return "", (*notes, "no caption: the text is empty")
     return text, notes if STAMP.search(text) else (
         *notes,
         "the caption has no time stamps: every start frame gets it whole",
@@ -52,10 +59,11 @@ def read_caption(source: Source, episode_captions: bool) -> tuple[str, tuple[str
 
 
 def text_of(file: Path) -> str:
-    """The text of a .txt or .json caption file."""
+    """The text of a .txt or .json caption file; "" where it says nothing: no bytes, `null`, `{}`, or a key of
+    `TEXT_KEYS` that is null."""
     try:
         content = file.read_bytes().decode("utf-8-sig")
-        if file.suffix != ".json":
+        if file.suffix != ".json" or not content.strip():
             return content
         found = json.loads(content)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as fault:
@@ -63,8 +71,11 @@ def text_of(file: Path) -> str:
     compiled = found.get("compiled") if isinstance(found, dict) else None
     if isinstance(compiled, dict) and isinstance(compiled.get("cwm"), dict):
         found = compiled["cwm"].get("user", "")
+    if found is None or found == {}:
+        return ""
     if isinstance(found, dict):
-        found = next((found[key] for key in TEXT_KEYS if isinstance(found.get(key), str)), None)
+        silent = any(key in found and found[key] is None for key in TEXT_KEYS)
+        found = next((found[key] for key in TEXT_KEYS if isinstance(found.get(key), str)), "" if silent else None)
     if not isinstance(found, str):
         raise UserError(f"{file} holds no caption: expected text, or an object with one of {', '.join(TEXT_KEYS)}")
     return checked_text(found, file)
