@@ -317,10 +317,10 @@ def test_every_fault_is_one_line_and_the_good_clips_are_made(tmp_path, models, c
     assert not report.traces and report.stopped is None
 
 
-def test_a_manifest_line_by_line(tree, models, tmp_path):
+def test_a_manifest_line_by_line(tree, models, tmp_path, capsys):
     lines = [
         {"name": "one", "target": "clip_000000_0/target/rgb.mp4", "proxy_duv_video": "clip_000000_0/proxy/duv.mp4",
-         "prompt": "[0.00s] A.\nB"},
+         "prompt": "[0.00s] A.\nB", "fps": 24},
         {"id": "two", "name": "x", "target": "seg_000007/video.mp4", "proxy_duv": "seg_000007/duv", "episode": "e"},
         {"name": "three", "target": "seg_000007/video.mp4"},
         {"name": "four", "target": "seg_000007/video.mp4", "proxy": "seg_000007/duv", "proxy_duv": "seg_000007/duv"},
@@ -333,7 +333,7 @@ def test_a_manifest_line_by_line(tree, models, tmp_path):
     manifest = tmp_path / "clips.jsonl"
     manifest.write_text("\n".join([json.dumps(line) for line in lines] + ["", "{"]))
     report, _ = run(tmp_path / "clips", [manifest], tree, models, Settings(starts="0,1,9"), device="cpu")
-    assert report.prepared == ["one", "two"]
+    assert report.prepared == ["one", "two"] and capsys.readouterr().out.count("with their clips: fps (1); known") == 1
     one, two = open_clips(tmp_path / "clips")
     assert (one.episode, two.episode, one.starts) == ("one", "e", (0, 1))
     with safe_open(one.start_file(1), framework="pt") as file:

@@ -10,7 +10,7 @@ from rtcwm.data.clips import LONGEST_ID
 from rtcwm.errors import UserError
 from rtcwm.prepare.captions import text_of
 from rtcwm.prepare.folder import hash_sources
-from rtcwm.prepare.sources import find
+from rtcwm.prepare.sources import find, unread_keys
 
 
 @pytest.fixture
@@ -55,6 +55,19 @@ def test_what_no_file_can_hold_is_refused_by_its_line(sources):
     (sources / "prompt.json").write_text('{"prompt": "\\ud800"}')
     with pytest.raises(UserError, match="prompt.json holds half a character"):
         text_of(sources / "prompt.json")
+
+
+def test_keys_that_mean_nothing_are_told_once(sources):
+    lines = [{"id": "a", "promt": "x", "seed": 1}, {"id": "b", "seed": 2}, {"id": "c", "proxy": None, "proxi": "conds"}]
+    _, told = found(sources, *lines)
+    assert "has no proxy; expected exactly one of proxy, " in told[3]
+    assert told[3].endswith("(it holds id, proxi, proxy, target)")
+    clips, _ = find([sources / "m.jsonl"])
+    assert unread_keys(clips).startswith(
+        "keys of manifests that are passed over, with their clips: promt (1), seed (2);"
+    )
+    found(sources, {"id": "a", "name": "x", "anchor": None, "prompt": "", "episode": "e"})
+    assert unread_keys(find([sources / "m.jsonl"])[0]) is None
 
 
 def test_a_manifest_that_is_no_text(sources):

@@ -27,7 +27,7 @@ from rtcwm.prepare.folder import claim, finish, hash_sources, notes_if_done, ope
 from rtcwm.prepare.jobs import Job, Models, Outcome
 from rtcwm.prepare.report import Progress, Report
 from rtcwm.prepare.settings import Settings, check_target, key_of
-from rtcwm.prepare.sources import Refusal, Source, find
+from rtcwm.prepare.sources import Refusal, Source, find, unread_keys
 from rtcwm.prepare.video import shown_size
 from rtcwm.prepare.weights import codec_identity, component, text_identity
 
@@ -89,6 +89,8 @@ def run(
             f"{len(report.refused)} refused so far, {len(jobs)} to prepare by {workers} process(es) on "
             f"{f'{gpus} GPU(s)' if gpus else 'the CPU'}"
         )
+        if unread := unread_keys(sources):
+            print(f"prepare: {unread}")
         try:
             encode_all(out, jobs, models, settings, workers, gpus, report)
         finally:

@@ -8,7 +8,7 @@ A folder is walked, since such trees have no list of their own. A clip is a fold
 
 A manifest has a JSON object a line: `id` or `name`, `target`, exactly one of `proxy`, `proxy_duv`, `proxy_duv_video`
 (a condition root or a DUV video, told apart by what is there), and optionally `anchor`, `prompt`, `episode`. Paths are
-relative to `root`.
+relative to `root`. Other keys are passed over, and told once: one of them may be a slip of the pen.
 
 Every file has to lie under `root` once symbolic links are resolved: a link that leads out of the tree is refused, not
 followed. What is refused is listed with its reason and never ends the search.
@@ -31,13 +31,15 @@ CONDITION_ROOTS = ("duv", "conditions", "proxy", ".")
 DUV_VIDEOS = ("proxy/duv.mp4", "duv.mp4")
 CAPTIONS = ("prompt.txt", "annotations/prompt.json", "annotations/caption.json")
 PROXY_KEYS = ("proxy", "proxy_duv", "proxy_duv_video")
+KNOWN_KEYS = ("id", "name", "target", *PROXY_KEYS, "anchor", "prompt", "episode")
 CLIP_NAME = re.compile(r"clip_(\d+)_\d+")
 
 
 @dataclass(frozen=True)
 class Source:
     """Files of one clip. `proxy` is a condition root or a video; `prompt` is the manifest's text, if it came from one;
-    `captions` are files to read one from, best first; `origin` says where the clip was found."""
+    `captions` are files to read one from, best first; `origin` says where the clip was found; `unread` are keys of its
+    manifest line that mean nothing here."""
 
     id: str
     episode: str
@@ -48,6 +50,7 @@ class Source:
     prompt: str | None = None
     captions: tuple[Path, ...] = ()
     report: Path | None = None
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -220,7 +223,10 @@ def manifest_clip(entry: dict, origin: str, root: Path) -> Source:
         raise UserError("has neither `id` nor `name`, a text or a whole number")
     proxies = [key for key in PROXY_KEYS if entry.get(key) is not None]
     if len(proxies) != 1:
-        raise UserError(f"has {' and '.join(proxies) or 'no proxy'}; expected exactly one of {', '.join(PROXY_KEYS)}")
+        held = "" if proxies else f" (it holds {', '.join(sorted(entry))})"
+        raise UserError(
+            f"has {' and '.join(proxies) or 'no proxy'}; expected exactly one of {', '.join(PROXY_KEYS)}{held}"
+        )
     for key in ("target", *proxies, "anchor", "prompt"):
         if not isinstance(entry.get(key), str) and (key == "target" or entry.get(key) is not None):
             raise UserError(f"`{key}` is {entry.get(key)!r}, expected text")
@@ -236,4 +242,14 @@ def manifest_clip(entry: dict, origin: str, root: Path) -> Source:
         within(root / entry[proxies[0]], root, "the proxy"),
         within(root / anchor, root, "the anchor") if anchor else None,
         prompt=checked_text(entry.get("prompt") or "", "`prompt`"),
+        unread=tuple(sorted(set(entry) - set(KNOWN_KEYS))),
     )
+
+
+def unread_keys(sources: list[Source]) -> str | None:
+    """A line on the keys of manifests that mean nothing here, None where there are none."""
+    found = Counter(key for source in sources for key in source.unread)
+    if not found:
+        return None
+    told = ", ".join(f"{key} ({count})" for key, count in sorted(found.items()))
+    return f"keys of manifests that are passed over, with their clips: {told}; known are {', '.join(KNOWN_KEYS)}"
