@@ -27,7 +27,7 @@ from rtcwm.errors import UserError
 from rtcwm.prepare.command import main_prepare
 from rtcwm.prepare.folder import open_folder
 from rtcwm.prepare.report import NAME as REPORT
-from rtcwm.prepare.report import Progress
+from rtcwm.prepare.report import Progress, Report
 from rtcwm.prepare.run import open_models, run
 from rtcwm.prepare.settings import Settings
 from rtcwm.prepare.text import TextEncoder
@@ -125,6 +125,22 @@ def test_what_was_done_is_said_and_recorded(prepared):
     assert description["prepared"]["notes"] == [resampled, cut, caption]
     assert description["text_encoder"]["name"] == "qwen3-vl[50]" and description["codec"]["name"] == "minimax-h3-vae"
     assert description["prepared"]["settings"]["starts"] == "every:1"
+
+
+def test_remarks_that_differ_in_numbers_alone_are_one_line(tmp_path, capsys):
+    report, scaled = Report(), "target scaled from 150x90"
+    report.note("b", ["cut to 3 whole chunks (51 frames): 4 frames left over", scaled])
+    report.note("a", ["cut to 2 whole chunks (34 frames): 0 frames left over", scaled])
+    report.note(
+        "c", ["the anchor is unlike frame 0 (PSNR 12.5 dB)", "cut to 2 whole chunks (34 frames): 0 frames left over"]
+    )
+    report.print(tmp_path)
+    assert capsys.readouterr().out.splitlines()[:-1] == [
+        "prepare: 3 clip(s), as a: cut to 2 whole chunks (34 frames): 0 frames left over (other numbers in "
+        "prepare_report.json)",
+        "prepare: 2 clip(s), as a: target scaled from 150x90",
+        "prepare: 1 clip(s), as c: the anchor is unlike frame 0 (PSNR 12.5 dB)",
+    ]
 
 
 def test_what_is_done_is_kept_and_what_changed_is_made_again(tree, prepared, models, tmp_path):

@@ -4,7 +4,8 @@ import json
 import os
 
 import pytest
-from media import planes, write_conditions
+from media import planes, write_clip_folder, write_conditions
+from test_clips import small_clip
 
 from rtcwm.data.clips import LONGEST_ID
 from rtcwm.errors import UserError
@@ -55,6 +56,16 @@ def test_what_no_file_can_hold_is_refused_by_its_line(sources):
     (sources / "prompt.json").write_text('{"prompt": "\\ud800"}')
     with pytest.raises(UserError, match="prompt.json holds half a character"):
         text_of(sources / "prompt.json")
+
+
+def test_clips_that_were_prepared_are_no_sources(tmp_path):
+    """--out may lie among the sources: the second command walks over the first one's clips."""
+    write_clip_folder(tmp_path, "clip_000000_0", 1)
+    small_clip(tmp_path / "out", "clip_000000_0")
+    clips, refused = find([tmp_path])
+    assert [clip.target for clip in clips] == [tmp_path / "clip_000000_0" / "target" / "rgb.mp4"] and not refused
+    with pytest.raises(UserError, match="holds no clips"):
+        find([tmp_path / "out"])
 
 
 def test_keys_that_mean_nothing_are_told_once(sources):

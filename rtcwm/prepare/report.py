@@ -1,6 +1,7 @@
 """What a preparation did: the console's lines and `prepare_report.json`."""
 
 import json
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from rtcwm import progress
 from rtcwm.prepare.sources import Refusal
 
 NAME = "prepare_report.json"
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 @dataclass
@@ -50,20 +52,23 @@ class Report:
             print(f"prepare: cannot write {out / NAME}: {fault}", file=sys.stderr)
 
     def print(self, out: Path) -> None:
-        """Remarks counted by kind, refusals one a line, and the totals."""
-        for note, clips in self._by_note().items():
-            print(f"prepare: {len(clips)} clip(s), as {clips[0]}: {note}")
+        """Remarks counted by kind, each with its first clip's numbers, refusals one a line, and the totals."""
+        for found in self._by_kind().values():
+            (clip, note), others = found[0], {note for _, note in found[1:]} - {found[0][1]}
+            more = f" (other numbers in {NAME})" if others else ""
+            print(f"prepare: {len(found)} clip(s), as {clip}: {note}{more}")
         for refusal in sorted(self.refused, key=lambda one: (one.clip, one.origin)):
             print(f"prepare: refused {refusal.clip} ({refusal.origin}): {refusal.reason}", file=sys.stderr)
         print(
             f"{out}: {len(self.prepared)} clips prepared, {len(self.kept)} already there, {len(self.refused)} refused"
         )
 
-    def _by_note(self) -> dict[str, list[str]]:
-        kinds: dict[str, list[str]] = {}
+    def _by_kind(self) -> dict[str, list[tuple[str, str]]]:
+        """Clips and their remarks, by the remark without its numbers."""
+        kinds: dict[str, list[tuple[str, str]]] = {}
         for clip, notes in sorted(self.notes.items()):
             for note in notes:
-                kinds.setdefault(note, []).append(clip)
+                kinds.setdefault(NUMBER.sub("", note), []).append((clip, note))
         return kinds
 
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rtcwm.data.clips import checked_id
+from rtcwm.data.clips import STREAM, checked_id
 from rtcwm.errors import UserError
 from rtcwm.prepare.proxies import CONDITIONS, is_conditions
 
@@ -133,7 +133,10 @@ def within(path: Path, root: Path, what: str) -> Path:
 
 
 def walk(folder: Path, root: Path) -> Iterator[Source | Refusal]:
-    """Clips of a tree. Folders behind links are not entered: those inside are found at their own place."""
+    """Clips of a tree. Folders behind links are not entered: those inside are found at their own place. Nor are clips
+    that were prepared: `--out` may lie in the tree that it is made of."""
+    if (folder / STREAM).exists():
+        return
     if looks_like_clip(folder):
         name = folder.resolve().name
         try:
