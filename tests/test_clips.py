@@ -134,6 +134,17 @@ def test_damaged_clips_are_refused(tmp_path, damage, message):
         open_clips(tmp_path)
 
 
+def test_files_of_others_are_not_replaced(tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "rgb.mp4").write_bytes(b"x")
+    (tmp_path / "two").write_bytes(b"x")
+    for name, message in (("one", "holds rgb.mp4, which is no part of a clip"), ("two", "in the place of a clip's")):
+        with pytest.raises(UserError, match=message):
+            small_clip(tmp_path, name)
+    assert (tmp_path / "one" / "rgb.mp4").read_bytes() == b"x" == (tmp_path / "two").read_bytes()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_nothing_to_open(tmp_path):
     with pytest.raises(UserError, match="is not a folder"):
         open_clips(tmp_path / "none")

@@ -451,6 +451,20 @@ def test_a_folder_of_other_clips_or_of_another_preparation_is_refused(prepared, 
         prepare(out, tree, models)
 
 
+def test_sources_are_never_replaced_by_their_clips(models, tmp_path):
+    """--out is the folder of the sources, whose clips have their names."""
+    folder = write_clip_folder(tmp_path, "clip_000000_0", 17)
+    before = content(tmp_path)
+    with pytest.raises(UserError, match="clip_000000_0 holds prompt.txt, which is no part of a clip and would be lost"):
+        prepare(tmp_path, tmp_path, models)
+    assert content(tmp_path) == before
+    prepare(tmp_path / "clips", tmp_path, models)
+    shutil.copy(folder / "prompt.txt", tmp_path / "clips" / "clip_000000_0" / "mine.txt")
+    with pytest.raises(UserError, match="holds mine.txt"):
+        prepare(tmp_path / "clips", tmp_path, models, starts="every:1", text_dtype="float32")
+    assert (tmp_path / "clips" / "clip_000000_0" / "mine.txt").exists()
+
+
 def test_two_preparations_keep_out_of_each_others_way(prepared, tree, models, tmp_path):
     out = tmp_path / "clips"
     shutil.copytree(prepared, out)

@@ -112,9 +112,10 @@ def write_clip(
         The clip's folder; one of the same name is replaced.
 
     Raises:
-        UserError: parts that :func:`open_clips` would refuse.
+        UserError: parts that :func:`open_clips` would refuse, or a folder in its place that holds other files.
         StorageFault: the folder cannot be written; what was there stays.
     """
+    check_place(root / clip_id)
     aside, final = root / f".{clip_id}.writing-{os.getpid()}", root / clip_id
     replaced = root / f".{clip_id}.replaced-{os.getpid()}"
     shutil.rmtree(aside, ignore_errors=True)
@@ -157,6 +158,23 @@ def write_clip(
         shutil.rmtree(aside, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
     return final
+
+
+def check_place(folder: Path) -> None:
+    """UserError where a clip's folder would take the place of files that are no clip's, such as the videos it is made
+    of: they would be gone."""
+    own = re.compile(rf"{re.escape(DESCRIPTION)}|{re.escape(STREAM)}|start_\d+\.safetensors|\..*")
+    try:
+        others = sorted(name for name in os.listdir(folder) if not own.fullmatch(name))
+    except FileNotFoundError:
+        return
+    except OSError as fault:
+        raise UserError(f"{folder} is in the place of a clip's folder ({fault}): move it away") from fault
+    if others:
+        raise UserError(
+            f"{folder} holds {others[0]}, which is no part of a clip and would be lost: write clips into a folder of "
+            "their own, or move it away"
+        )
 
 
 def stored(tensor: Tensor) -> Tensor:

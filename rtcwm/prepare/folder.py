@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from rtcwm.data import manifest
-from rtcwm.data.clips import clip_folders, read_clip
+from rtcwm.data.clips import check_place, clip_folders, read_clip
 from rtcwm.data.headers import DESCRIPTION
 from rtcwm.errors import UserError
 from rtcwm.lock import Locked, lock
@@ -57,13 +57,16 @@ def sweep(out: Path) -> None:
 
 
 def claim(out: Path, ids: set[str], models: Models, settings: Settings) -> None:
-    """Raise UserError where the folder holds clips of another origin, or clips that would stay and were made otherwise.
+    """Raise UserError where the folder holds clips of another origin, or clips that would stay and were made otherwise,
+    or where a clip would take the place of other files.
 
     Args:
         out: the folder.
         ids: clips of this preparation, which may replace their earlier versions.
         models: of this preparation; settings: likewise.
     """
+    for clip_id in sorted(ids):
+        check_place(out / clip_id)
     wanted = {"codec": dict(models.codec_identity), "text_encoder": dict(models.text_identity)}
     wanted |= {name: getattr(settings, name) for name in ONE_A_FOLDER}
     for folder in clip_folders(out):
