@@ -98,6 +98,11 @@ def test_an_import_that_was_stopped_is_finished(tmp_path, monkeypatch, capsys):
     assert (found.made, found.kept) == (1, 2)
     assert (tmp_path / "clips" / "a" / "stream.safetensors").stat().st_ino == kept
     assert len(open_clips(tmp_path / "clips")) == 3
+    os.truncate(tmp_path / "clips" / "b" / "stream.safetensors", 500)
+    (tmp_path / "clips" / "c" / "notes.txt").touch()
+    (tmp_path / "clips" / "c" / "clip.json").unlink()
+    found = import_cache(source, tmp_path / "clips", CODEC)
+    assert (found.made, found.kept) == (1, 1) and "c holds notes.txt, which is no part of a clip" in found.refused[0]
     with pytest.raises(UserError, match="holds clips of pt and codec .*unknown.*these are of pt and .*other"):
         import_cache(source, tmp_path / "clips", CODEC | {"hash": "other"})
     small_clip(tmp_path / "mine")

@@ -20,7 +20,7 @@ from rtcwm.curate.cached import Cached
 from rtcwm.curate.caches import Read, open_cache
 from rtcwm.curate.options import EPISODE
 from rtcwm.data import manifest
-from rtcwm.data.clips import Start, checked_id, clip_folders, write_clip
+from rtcwm.data.clips import Start, checked_id, clip_folders, read_clip, write_clip
 from rtcwm.errors import StorageFault, UserError
 from rtcwm.model.layout import CHUNK_LATENTS, LATENT_CHANNELS, PIXELS_PER_LATENT, SPAN_CHUNKS, TEXT_TAG, VIDEO_TAG
 from rtcwm.train.config import DistillConfig
@@ -99,10 +99,10 @@ def claim(out: Path, kind: str, codec: dict[str, str]) -> None:
 
 
 def one_clip(out: Path, clip_id: str, read: Read, codec: dict[str, str], pattern: re.Pattern, found: Imported) -> None:
-    """Makes one clip, unless it is there."""
+    """Makes one clip, unless it is there and whole."""
     match = pattern.fullmatch(clip_id)
     episode = match[1] if match else clip_id
-    if (out / clip_id).is_dir():
+    if whole(out / clip_id):
         found.kept += 1
         found.episodes.add(episode)
         return
@@ -132,6 +132,15 @@ def one_clip(out: Path, clip_id: str, read: Read, codec: dict[str, str], pattern
     found.left[sample.video.shape[1] % CHUNK_LATENTS] += 1
     found.notes[note] += 1
     found.notes["no caption: the cache's text rows are all there is" if not sample.caption else "captions kept"] += 1
+
+
+def whole(folder: Path) -> bool:
+    """Whether a clip is there that can be read."""
+    try:
+        read_clip(folder)
+    except UserError:
+        return False
+    return True
 
 
 def check(sample: Cached) -> None:

@@ -42,11 +42,11 @@ KERNELS: dict[str, Callable[[torch.device], Dense]] = {
     "flex": dense.open_flex,
 }
 _ON_ANY_DEVICE = ("sdpa", "flex")
-# TFLOP/s of the prefix calls of 56 heads x 128 over 34,068 rows: forward, forward and backward. sdpa takes torch's own
+# TFLOP/s of the prefix calls of 56 heads x 128 over 33,968 rows: forward, forward and backward. sdpa takes torch's own
 # FlashAttention-2 there. flex runs the rule as a block mask instead, cannot be kept for a recompute, and is a reference
 # that is only taken by name. fa3 has not been measured, so "auto" does not take it either.
 MEASURED: dict[str, dict[str, tuple[int, int]]] = {
-    "H200": {"fa4": (642, 572), "cudnn": (545, 509), "flex": (429, 385), "fa2": (360, 330), "sdpa": (360, 330)},
+    "H200": {"fa4": (643, 597), "cudnn": (546, 506), "flex": (390, 346), "fa2": (342, 313), "sdpa": (342, 313)},
 }
 _NEVER_AUTO = ("flex",)
 
