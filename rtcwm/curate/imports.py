@@ -76,7 +76,7 @@ def import_cache(source: Path, out: Path, codec: dict[str, str], episode: str = 
         raise UserError(
             f"nothing of {source} can be used; first: {found.refused[0] if found.refused else 'it is empty'}"
         )
-    clips = {path.name: manifest.clip_hash(path) for path in clip_folders(out)}
+    clips = {path.name: manifest.clip_hash(path) for path in clip_folders(out) if whole(path)}
     manifest.write(out, {"codec": codec, "clips": clips, "imported": kind})
     return found
 
