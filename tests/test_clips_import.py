@@ -11,16 +11,19 @@ import pytest
 import torch
 from command import rtcwm
 from full_disk import full_disk
+from launch import rows, run
 from pyarrow import parquet
 from reference import patchify_video_latents
 from safetensors import safe_open
 from safetensors.torch import save_file
+from small import CONFIG
 from test_clips import small_clip
 from worlds import tensors
 
 from rtcwm.curate.imports import import_cache, sixteen
 from rtcwm.data.clips import open_clips
 from rtcwm.errors import StorageFault, UserError
+from rtcwm.model.adapter_files import load_adapter
 from rtcwm.train.dataset import list_samples, load_window, spans
 from rtcwm.train.distill_plan import rollout_starts
 
@@ -245,6 +248,27 @@ def test_precomputed_folders(tmp_path):
             assert torch.equal(stream["proxy"].float(), held[clip.id]["proxy_latent"][:, :35])
             with safe_open(clip.start_file(0), framework="pt") as file:
                 assert file.metadata() == {"caption": f"of {clip.id}"}
+
+
+def test_a_precomputed_folder_trains(tmp_path, monkeypatch, capsys):
+    """From the command line to a step: an odd proxy, several episodes, and nothing that a check would find."""
+    names = {f"clip_00000{episode}_0": sample(episode) for episode in range(3)}
+    root, clips = write_precomputed(tmp_path / "data", names), tmp_path / "clips"
+    assert rtcwm(monkeypatch, "clips", "import", root, "--out", clips) == 0
+    said = capsys.readouterr().out
+    for part in ("3 clips made, 0 already there, 0 refused", "Picture 1 is the cache's anchor: 3 clips", "3 episodes"):
+        assert part in said
+    assert rtcwm(monkeypatch, "clips", "check", clips) == 0
+    for clip in open_clips(clips):
+        assert torch.equal(tensors(clip.start_file(0))["picture1_native"].float(), names[clip.id]["anchor_latent"])
+        assert torch.equal(tensors(clip.start_file(0))["text"].float(), names[clip.id]["text_embedding"])
+    (tmp_path / "base.json").write_text(json.dumps(CONFIG | {"text_dim": 16}))
+    settings = {"clips": clips, "base": tmp_path / "base.json", "out": tmp_path / "run", "steps": 1, "val_clips": 1}
+    run(1, "rtcwm.train.train", settings, tmp_path / "log")
+    (first, last) = rows(tmp_path / "run")
+    assert last["loss"] > 0 and first["val"]["loss"] > 0
+    trained = load_adapter(tmp_path / "run" / "lora_step00001.safetensors", CONFIG)
+    assert any(pair.up.any() for pair in trained.pairs())
 
 
 class Trap:
