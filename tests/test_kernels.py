@@ -192,7 +192,8 @@ def test_a_package_of_another_version_is_an_error_not_a_guess(hopper):
 def test_auto_goes_by_what_was_measured_on_the_card(hopper):
     kernel = resolve("auto", "cuda")
     assert kernel.name == "cudnn" and kernel.fn is dense.cudnn
-    assert "545 TFLOP/s forward, 509 with backward on H200" in kernel.why
+    forward, both = kernels.MEASURED["H200"]["cudnn"]
+    assert f"{forward} TFLOP/s forward, {both} with backward on H200" in kernel.why
     assert "fa4: package flash-attn-4 is not installed" in kernel.why and "no measurement" not in kernel.why
     hopper.setitem(sys.modules, "flash_attn.cute.interface", fa4())
     assert resolve("auto", "cuda").name == "fa4"
