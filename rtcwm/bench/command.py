@@ -130,8 +130,8 @@ class DistillBench(TwoSides):
         warmup: iterations before them.
         chunks: length of every rollout.
         denoise_steps: steps of the student's schedule.
-        stops: step at which a chunk of a rollout stops: a random one, always the last, or late (half of them at the
-            last).
+        stops: step at which a chunk of a rollout stops: a random one, always the last, or late (three of four at
+            the last).
         grad_chunks: last chunks that keep a graph.
         critic_per_gen: critic updates an iteration.
         teacher_kind: released (37 latents in both directions) or causal (a span).

@@ -23,7 +23,7 @@ DISTILL = {
 """What the small world wants in place of the defaults: its adapters are small and its runs short (learning rates), its
 latents few (noise levels as its base was trained with), a teacher that is shown the rollout's own first latent cannot
 object to a colour that the rollout has drifted to (Picture 1), and random stopping steps alone sharpen beyond the
-teacher, the last one alone blurs (half and half)."""
+teacher, the last one alone blurs (three quarters are at the last)."""
 
 ABLATIONS: dict[str, dict[str, str]] = {
     "no-reuse": {"kv-reuse": "false"},

@@ -134,7 +134,7 @@ class DistillConfig(RunConfig):
     stops: Literal["random", "late", "last"] = option(
         "random",
         "step at which a chunk of a rollout stops: a random one of the schedule, always the last, or late: the last "
-        "with probability 1/2, else a random one",
+        "with probability 3/4, else a random one",
     )
     joint_scores: Literal["auto", "on", "off"] = option(
         "auto",

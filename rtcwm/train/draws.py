@@ -7,7 +7,7 @@ import torch
 from rtcwm.engine.streams import Streams
 from rtcwm.train.config import DistillConfig
 
-LATE_SHARE = 0.5
+LATE_SHARE = 0.75
 """Share of chunks that stop at the last step without a draw, under ``--stops late``."""
 
 
@@ -15,7 +15,7 @@ LATE_SHARE = 0.5
 class Draws:
     """What all ranks share of one iteration: rollout length and the stopping step of every chunk.
 
-    Stops are uniform over the schedule, or always its last step, or "late": with probability 1/2 the last step, else
+    Stops are uniform over the schedule, or always its last step, or "late": with probability 3/4 the last step, else
     uniform. A stream shows the last step's prediction alone, but a critic learns the mixture that rollouts give it:
     where that holds as many early, blurred predictions as late, sharp ones, it asks late ones to be sharper than the
     teacher's samples are.
