@@ -319,7 +319,10 @@ def test_every_fault_is_one_line_and_the_good_clips_are_made(tmp_path, models, c
     (sources / "linked").symlink_to(other, target_is_directory=True)
     report, _ = prepare(tmp_path / "clips", sources, models, starts="first")
     report.print(tmp_path / "clips")
-    lines = capsys.readouterr().err.splitlines()
+    said = capsys.readouterr()
+    lines = said.err.splitlines()
+    count = len(FAULTS) + 4  # two good ones, the link, and the copy of one
+    assert f"prepare: {count} clips found, 0 already there" in said.out
     for index, (_, message) in enumerate(FAULTS):
         told = [refusal for refusal in report.refused if refusal.clip == f"clip_{index:06d}_0"]
         assert told, message
@@ -482,6 +485,25 @@ def test_sizes_are_scaled_when_asked(tree, models, tmp_path):
     assert report.prepared == ["clip_000000_0"] and "target scaled from 150x90" in report.notes["clip_000000_0"]
     (clip,) = open_clips(tmp_path / "clips")
     assert (clip.geometry.height, clip.geometry.width) == (2, 4)
+
+
+@pytest.mark.parametrize("content", [b"", b"null", b"{}"])
+def test_a_report_that_says_nothing_is_passed_over(models, tmp_path, content):
+    folder = write_clip_folder(tmp_path / "sources", "clip_000000_0", 17)
+    (folder / "clip_report.json").write_bytes(content)
+    report, _ = prepare(tmp_path / "clips", tmp_path / "sources", models)
+    assert report.notes["clip_000000_0"] == ["clip_report.json is empty: passed over"]
+
+
+@pytest.mark.parametrize("factor, share", [(0, "100%"), (1e6, "100%")])
+def test_depth_in_other_units_is_made_and_said(models, tmp_path, factor, share):
+    folder = write_clip_folder(tmp_path / "sources", "clip_000000_0", 17)
+    depth, ids = planes(17)
+    write_conditions(folder / "duv", depth * factor, ids)
+    report, _ = prepare(tmp_path / "clips", tmp_path / "sources", models)
+    assert report.notes["clip_000000_0"] == [
+        f"{share} of the proxy's pixels show no surface within 256 m: is its depth in metres?"
+    ]
 
 
 def test_picture_1_at_a_large_short_edge_for_the_model_and_for_the_text(tree, models, tmp_path, monkeypatch):

@@ -156,10 +156,18 @@ def test_an_annotation_that_says_nothing_is_as_one_that_is_not_there(tmp_path, c
     assert read_caption(source(tmp_path, **files), False) == ("", (passed, "no caption: the text is empty"))
 
 
-@pytest.mark.parametrize("content", [b"{", b"\xff\xfe\x00", {"a": 1}, ["x"], {"caption": 7}, b"0", [], b"false"])
+@pytest.mark.parametrize(
+    "content", [b"{", b"\xff\xfe\x00", {"a": 1}, ["x"], {"caption": 7}, b"0", [], b"false", b"[" * 10**5]
+)
 def test_a_caption_file_that_cannot_be_read_is_refused(tmp_path, content):
     with pytest.raises(UserError, match="caption.json"):
         read_caption(source(tmp_path, **{"caption.json": content}), True)
+
+
+def test_a_text_without_end_is_no_caption(tmp_path):
+    assert len(read_caption(source(tmp_path, "x" * 20_000), True)[0]) == 20_000
+    with pytest.raises(UserError, match="the caption has 20001 characters, expected at most 20000"):
+        read_caption(source(tmp_path, "x" * 20_001), True)
 
 
 def test_a_start_frame_counts_its_seconds_from_its_picture():

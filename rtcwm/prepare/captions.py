@@ -16,6 +16,7 @@ from rtcwm.prepare.sources import Source, checked_text
 STAMP = re.compile(r"\[(\d+(?:\.\d+)?)s(?:\s*-\s*(\d+(?:\.\d+)?)s)?\]")
 TEXT_KEYS = ("prompt", "caption", "text", "description")
 EPISODE_CAPTION = "caption.json"
+LONGEST = 20_000  # characters; the rows of a text are in every window that is trained on, and captions have hundreds
 
 
 def canonical(text: str) -> str:
@@ -34,7 +35,7 @@ def read_caption(source: Source, episode_captions: bool) -> tuple[str, tuple[str
     they found nothing to say.
 
     Raises:
-        UserError: a caption file that cannot be read.
+        UserError: a caption file that cannot be read, or a text that is no caption by its length.
     """
     notes, text = (), source.prompt or ""
     for file in source.captions if source.prompt is None else ():
@@ -50,6 +51,8 @@ def read_caption(source: Source, episode_captions: bool) -> tuple[str, tuple[str
             break
         notes = (*notes, f"{file.name} is empty: passed over")
     text = canonical(text)
+    if len(text) > LONGEST:
+        raise UserError(f"the caption has {len(text)} characters, expected at most {LONGEST}: shorten it")
     if not text:
         return "", (*notes, "no caption: the text is empty")
     return text, notes if STAMP.search(text) else (
@@ -66,7 +69,7 @@ def text_of(file: Path) -> str:
         if file.suffix != ".json" or not content.strip():
             return content
         found = json.loads(content)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as fault:
+    except (OSError, ValueError, RecursionError) as fault:
         raise UserError(f"{file} cannot be read as a caption ({fault}): mend or remove it") from fault
     compiled = found.get("compiled") if isinstance(found, dict) else None
     if isinstance(compiled, dict) and isinstance(compiled.get("cwm"), dict):

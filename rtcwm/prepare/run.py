@@ -74,7 +74,7 @@ def run(
         UserError: nothing could be started.
     """
     sources, refused = find(list(paths), root)
-    report = Report(refused=refused)
+    report, count = Report(refused=refused), len(sources) + len(refused)
     with open_folder(out):
         claim(out, {source.id for source in sources}, models, settings)
         jobs = plan(out, sources, models, settings, report)
@@ -85,7 +85,7 @@ def run(
             )
         workers = max(1, min(workers or gpus or 1, len(jobs)))
         print(
-            f"prepare: {len(sources) + len(refused)} clips found, {len(report.kept)} already there, "
+            f"prepare: {count} clips found, {len(report.kept)} already there, "
             f"{len(report.refused)} refused so far, {len(jobs)} to prepare by {workers} process(es) on "
             f"{f'{gpus} GPU(s)' if gpus else 'the CPU'}"
         )

@@ -213,7 +213,7 @@ def read_manifest(path: Path, root: Path) -> Iterator[Source | Refusal]:
                 raise UserError(f"a line holds {type(entry).__name__}, expected an object")
             name = str(entry.get("id") or entry.get("name") or "?")
             yield manifest_clip(entry, origin, root)
-        except json.JSONDecodeError as fault:
+        except (json.JSONDecodeError, RecursionError) as fault:
             yield Refusal(name, origin, f"is not valid JSON ({fault})")
         except (UserError, OSError) as fault:
             yield Refusal(name, origin, str(fault))

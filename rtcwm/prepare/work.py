@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from rtcwm.data.clips import Start, write_clip
+from rtcwm.data.duv import FAR_METRES
 from rtcwm.data.headers import DESCRIPTION
 from rtcwm.errors import StorageFault, UserError
 from rtcwm.model.layout import CLIP_FRAMES, FPS
@@ -30,6 +31,7 @@ except ImportError as error:
 SHORT_EDGE = 2048  # of a reference picture at the released model's own resolution
 SLACK_FRAMES = 2  # by which a proxy and its target may differ in length
 FAR_FROM_FRAME_DB = 20.0
+EMPTY_SHARE = 0.95  # of a proxy's pixels: sky alone is rare, depth in other units is not
 
 
 class Encoders:
@@ -82,19 +84,25 @@ def prepare_clip(out: Path, job: Job, encoders: Encoders) -> tuple[str, ...]:
     starts = starts_of(settings.starts, chunks)
     if not starts:
         raise UserError(f"--starts {settings.starts} names no chunk of a clip of {chunks}: add an earlier one")
-    video, conditions, openings = [], [], {}
+    video, conditions, openings, empty = [], [], {}, []
     size = settings.size or (film.height, film.width)
     for chunk, (frames, pictures) in enumerate(
         zip(read(film, chunks, settings.size), read_proxy(proxy, chunks, settings.proxy_of(size)), strict=True)
     ):
         video.append(encoders.codec.encode_target(frames))
         conditions.append(encoders.codec.encode_proxy(pictures))
+        empty.append(float((pictures[..., 0] == 0).mean()))
         if chunk in starts:
             openings[chunk] = frames[0]
     if 0 in openings and source.anchor:
         openings[0], more = read_anchor(source.anchor, openings[0])
         said = (*said, *more)
     made = {start: encode_start(encoders, picture, size, caption, start) for start, picture in openings.items()}
+    if (share := sum(empty) / chunks) > EMPTY_SHARE:
+        said = (
+            *said,
+            f"{share:.0%} of the proxy's pixels show no surface within {FAR_METRES:g} m: is its depth in metres?",
+        )
     notes = (*notes, *said)
     prepared = {
         "version": VERSION,
@@ -140,7 +148,9 @@ def measure(job: Job, settings: Settings) -> tuple[Film, Film | Conditions, int,
                 "or --proxy-size); DUV cannot be scaled as a picture: encode it again from depth and ids"
             )
         if source.report:
-            check_report(read_report(source.report), str(source.report))
+            told = read_report(source.report)
+            check_report(told or {}, str(source.report))
+            notes = notes if told else (*notes, f"{source.report.name} is empty: passed over")
     elif proxy.height % height or proxy.width % width:
         raise UserError(
             f"{source.proxy} is {proxy.width}x{proxy.height}, no whole multiple of {width}x{height} (a quarter "
@@ -206,13 +216,14 @@ def read_anchor(path: Path, frame: np.ndarray) -> tuple[np.ndarray, tuple[str, .
     return anchor, tuple(notes)
 
 
-def read_report(path: Path) -> dict:
-    """A clip's report; UserError where it is no JSON object."""
+def read_report(path: Path) -> dict | None:
+    """A clip's report, None where it says nothing; UserError where it is something else than a JSON object."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as fault:
+        text = path.read_text()
+        found = json.loads(text) if text.strip() else None
+    except (OSError, ValueError, RecursionError) as fault:
         raise UserError(f"{path} is not valid JSON ({fault}): mend or remove it") from fault
-    if not isinstance(found, dict):
+    if not isinstance(found, dict | None):
         raise UserError(f"{path} holds {type(found).__name__}, expected an object")
     return found
 
