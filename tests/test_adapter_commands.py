@@ -94,6 +94,7 @@ def test_what_others_files_want():
     lines = {"released": "37 latents, every", "critic": "37 latents, every", "dmd": "6 chunks (30 latents), causal"}
     for objective, window in lines.items():
         assert list(wants({"objective": objective, "span": "6"}, released))[1].startswith(f"window: {window}")
+    assert "six chunks (not a number), causal" in list(wants({"objective": "df", "span": "six"}, released))[1]
     causal = wants({"objective": "critic", "teacher_kind": "causal"}, released)
     assert "causal" in list(causal)[1]
 

@@ -6,6 +6,7 @@ layer's size is ever formed.
 """
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 
 from rtcwm.model.adapter_reader import AdapterFile, open_adapter
-from rtcwm.model.layout import CHUNK_LATENTS, TEACHER_LATENTS
+from rtcwm.model.layout import CHUNK_LATENTS, SPAN_CHUNKS, TEACHER_LATENTS
 from rtcwm.model.lora import SITES, AdapterShape
 
 RELEASED = (50, 5376, 7168, 14336)
@@ -103,10 +104,9 @@ def wants(metadata: dict[str, str], sizes: AdapterShape) -> Iterator[str]:
     objective = metadata.get("objective")
     causal = objective in CAUSAL or (objective == "critic" and metadata.get("teacher_kind") == "causal")
     if causal:
-        span = int(metadata.get("span", 6))
-        window = (
-            f"{span} chunks ({span * CHUNK_LATENTS} latents), causal, mask rule {metadata.get('mask_rule', 'not said')}"
-        )
+        span = metadata.get("span", str(SPAN_CHUNKS))
+        latents = f"{int(span) * CHUNK_LATENTS} latents" if re.fullmatch(r"[1-9]\d{0,5}", span) else "not a number"
+        window = f"{span} chunks ({latents}), causal, mask rule {metadata.get('mask_rule', 'not said')}"
     elif objective in ("released", "critic"):
         window = f"{TEACHER_LATENTS} latents, every row sees every row"
     else:
