@@ -6,6 +6,7 @@ import pickle
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pytest
 import torch
@@ -357,11 +358,23 @@ def test_bad_rows_are_named(tmp_path, edit, message):
     assert "x.parquet row 0" in str(raised.value)
 
 
+def edit_index(root: Path, **changed) -> None:
+    index = json.loads((root / "index.json").read_text())
+    index["samples"][0] |= changed
+    (root / "index.json").write_text(json.dumps(index))
+
+
 PRECOMPUTED = [
     (lambda root: (root / "index.json").write_text("{}"), "index.json is not an index of samples"),
     (lambda root: (root / "latents" / "a.safetensors").unlink(), "latents/a.safetensors is missing"),
     (lambda root: os.truncate(root / "conditions" / "a.safetensors", 50), "conditions/a.safetensors is truncated"),
     (lambda root: (root / "reference_latents" / "a.safetensors").unlink(), "has no reference video"),
+    (lambda root: edit_index(root, width=8), r"are \[8, 64, 124\], expected whole numbers, of pixels from 32 on"),
+    (lambda root: edit_index(root, num_frames=True), r"\[96, 64, True\], expected whole numbers"),
+    (lambda root: save_file({"geometry": torch.tensor([[1.0, 37, 2, 3, 0]]), "latents": torch.zeros(74, 96)},
+                            root / "reference_latents" / "a.safetensors"), "geometry is .*expected whole numbers"),
+    (lambda root: save_file({"geometry": torch.tensor([[1, 37, 2, -3, 0]]), "latents": torch.zeros(74, 96)},
+                            root / "reference_latents" / "a.safetensors"), "of sizes from 1 on"),
     (lambda root: save_file({"latents": torch.zeros(7, 96)}, root / "latents" / "a.safetensors"),
      r"\[7, 96\], expected \[6"),
     (lambda root: save_file({"latents": torch.zeros(6, 90)}, root / "latents" / "a.safetensors"),
@@ -388,6 +401,20 @@ def test_a_full_disk_stops_an_import_that_the_same_command_finishes(tmp_path):
         import_cache(source, tmp_path / "clips", CODEC)
     assert [path.name for path in (tmp_path / "clips").iterdir()] == ["manifest.json"]
     assert import_cache(source, tmp_path / "clips", CODEC).made == 2
+
+
+def test_files_of_any_bytes_and_faults_that_nobody_foresaw_end_no_import(tmp_path):
+    odd = {"sparse": {**sample(), "vae_latent": sample()["vae_latent"].to_sparse()}, "refs": sample(proxy_references=7)}
+    source = write_pt(tmp_path / "cache", {"good": sample()} | odd)
+    for number in range(20):
+        (source / f"bytes{number}.pt").write_bytes(np.random.default_rng(number).bytes(50 * number))
+    (source / "words.pt").write_text("root:x:0:0:root:/root:/bin/bash\nnobody:x\n")
+    found = import_cache(source, tmp_path / "clips", CODEC)
+    assert found.made == 1 and len(found.refused) == 23
+    told = "\n".join(found.refused)
+    assert "words.pt is truncated or not a .pt file" in told
+    assert "refs cannot be used, for a reason that nobody foresaw (TypeError" in told
+    assert [clip.id for clip in open_clips(tmp_path / "clips")] == ["good"]
 
 
 def test_names_that_no_clip_can_have(tmp_path):

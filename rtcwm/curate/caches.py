@@ -25,8 +25,10 @@ from torch import Tensor
 from rtcwm.curate.cached import REFERENCE_KINDS, TENSORS, Cached, grid, named, references
 from rtcwm.errors import UserError
 from rtcwm.model.layout import PATCH_FEATURES, PIXELS_PER_LATENT, rows_per_latent
+from rtcwm.strict_json import is_whole
 
 INDEX = "index.json"
+LEAST = 2 * PIXELS_PER_LATENT  # pixels of a side: one patch
 
 
 Read = Callable[[], Cached]
@@ -80,7 +82,7 @@ def read_pt(file: Path) -> Cached:
             f"{file} holds more than tensors and plain values and would run code as it is loaded: it is refused "
             f"({first})"
         ) from error
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, AttributeError, UnicodeDecodeError) as error:
+    except Exception as error:  # what is no pickle at all fails wherever its bytes lead to
         raise UserError(f"{file} is truncated or not a .pt file ({error}): copy it again") from error
     if not isinstance(held, dict):
         raise UserError(f"{file} holds a {type(held).__name__}, expected a dictionary with {', '.join(TENSORS)}")
@@ -189,8 +191,10 @@ def read_precomputed(root: Path, name: str, sample: Mapping[str, object]) -> Cac
     if Path(name).name != name or name in ("", ".", ".."):
         raise UserError(f"{source}: the id is {name!r}, expected a file name")
     sizes = [sample.get(key) for key in ("width", "height", "num_frames")]
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise UserError(f"{source}: width, height and num_frames are {sizes}, expected whole numbers")
+    if not all(is_whole(size) and size >= least for size, least in zip(sizes, (LEAST, LEAST, 1), strict=True)):
+        raise UserError(
+            f"{source}: width, height and num_frames are {sizes}, expected whole numbers, of pixels from {LEAST} on"
+        )
     width, height = (size // PIXELS_PER_LATENT for size in sizes[:2])
     rows = _rows(root / "latents" / f"{name}.safetensors", "latents")
     latents = len(rows) // rows_per_latent(height, width)
@@ -207,6 +211,8 @@ def read_precomputed(root: Path, name: str, sample: Mapping[str, object]) -> Cac
     geometry = stored.get("geometry")
     if geometry is None or geometry.ndim != 2 or geometry.shape[1] != 5 or "latents" not in stored:
         raise UserError(f"{file} holds {sorted(stored)}, expected latents and geometry [references, 5]")
+    if geometry.is_floating_point() or geometry.is_complex() or (geometry[:, 1:4] < 1).any():
+        raise UserError(f"{file}: geometry is {geometry.tolist()}, expected whole numbers, of sizes from 1 on")
     kinds = [
         (REFERENCE_KINDS[kind] if 0 <= kind < len(REFERENCE_KINDS) else str(kind), *size)
         for kind, *size, _ in geometry.tolist()

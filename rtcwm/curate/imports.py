@@ -72,6 +72,9 @@ def import_cache(source: Path, out: Path, codec: dict[str, str], episode: str = 
             raise
         except UserError as fault:
             found.refused.append(str(fault))
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as fault:
+            # one odd sample must not end an import of thousands
+            found.refused.append(f"{source}: {name} cannot be used, for a reason that nobody foresaw ({fault!r})")
     if not found.made and not found.kept:
         raise UserError(
             f"nothing of {source} can be used; first: {found.refused[0] if found.refused else 'it is empty'}"
