@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from small import CONFIG, small_model
 
 from rtcwm.data.make import write_world
@@ -32,3 +33,12 @@ def model():
     model = small_model()
     install(model, resolve("sdpa", "cpu"))
     return model
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Forked children of a process with a busy thread pool would hang; and results must not depend on it anyway."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

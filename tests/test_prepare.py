@@ -36,13 +36,7 @@ from rtcwm.prepare.video import probe, read
 from rtcwm.train.dataset import load_window
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Forked children of a process with a busy thread pool would hang; and clips must not depend on it anyway."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

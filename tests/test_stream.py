@@ -51,13 +51,7 @@ SEED, CHUNKS, HEIGHT, WIDTH = 3, 8, 64, 96
 FEW = dict(kind="few", steps=2, shift=4.0, history="last-step")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Forked children of a process with a busy thread pool would hang."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
