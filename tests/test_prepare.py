@@ -35,7 +35,6 @@ from rtcwm.prepare.vae import VideoCodec
 from rtcwm.prepare.video import probe, read
 from rtcwm.train.dataset import load_window
 
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

@@ -228,8 +228,11 @@ def spread(
     threads = max(1, len(os.sched_getaffinity(0)) // workers)
     given = (context.Value("i", 0), models, settings, gpus, threads)
     with ProcessPoolExecutor(workers, context, start_worker, given) as pool:
+        # Workers are born with Ctrl-C blocked, also while they import; here it waits until all are.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         futures = [pool.submit(work, out, job) for job in sorted(jobs, key=lambda job: -job.weight)]
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for future in as_completed(futures):
                 yield future.result()
         finally:
