@@ -222,6 +222,12 @@ def ended(process: psutil.Process) -> bool:
         return True
 
 
+def deaf_to_interrupts(process: int) -> bool:
+    """Whether it has Ctrl-C, the second signal, blocked or ignored."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    return any(int(status[mask], 16) & 2 for mask in ("SigBlk", "SigIgn"))
+
+
 def test_two_processes_make_the_same_files_and_leave_with_a_killed_parent(tree, prepared, tmp_path, capsys):
     out, sources = tmp_path / "clips", tmp_path / "sources"
     shutil.copytree(tree, sources)
@@ -232,6 +238,7 @@ def test_two_processes_make_the_same_files_and_leave_with_a_killed_parent(tree, 
     while first.poll() is None and not list(out.glob("*/clip.json")):
         time.sleep(0.002)
     workers = psutil.Process(first.pid).children(recursive=True)
+    assert all(deaf_to_interrupts(worker.pid) for worker in workers)
     first.kill()
     first.communicate()
     assert len(workers) >= 2
