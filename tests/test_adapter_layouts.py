@@ -399,6 +399,8 @@ CONFIGS = [
     (lambda config: config.update(bias="all"), "bias is 'all'"),
     (lambda config: config.update(lora_alpha=None), "lora_alpha is None, expected a finite number"),
     (lambda config: config.update(peft_type="LOHA"), "peft_type is 'LOHA'"),
+    (lambda config: config.update(alpha_pattern=[1]), r"alpha_pattern is \[1\], expected an object"),
+    (lambda config: config.update(alpha_pattern={"(": 2}), r"alpha_pattern '\(' is no pattern"),
 ]
 
 
@@ -427,6 +429,9 @@ def test_what_cannot_be_read(written, tmp_path):
         (tmp_path / "peft" / "adapter_config.json").write_text(text)
         with pytest.raises(UserError, match=message):
             load_adapter(tmp_path / "peft", CONFIG)
+    (tmp_path / "peft" / "adapter_config.json").write_bytes(b"\xff{}")
+    with pytest.raises(UserError, match="that cannot be read .*utf-8"):
+        load_adapter(tmp_path / "peft", CONFIG)
     (tmp_path / "peft" / "adapter_config.json").unlink()
     with pytest.raises(UserError, match="alpha stands in adapter_config.json, and that cannot be read"):
         load_adapter(tmp_path / "peft", CONFIG)

@@ -33,7 +33,7 @@ def read_config(weights: TensorFile, names: Names) -> dict | None:
         source = str(weights.path.with_name(PEFT_CONFIG))
         try:
             text = weights.path.with_name(PEFT_CONFIG).read_text()
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"{weights.path} is in PEFT's layout, whose alpha stands in {PEFT_CONFIG}, and that cannot be read "
                 f"({error}): copy it beside the weights"
@@ -44,7 +44,7 @@ def read_config(weights: TensorFile, names: Names) -> dict | None:
         return None
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{source} is not valid JSON ({error}): write the adapter again") from error
     if not isinstance(config, dict):
         raise UserError(f"{source} holds {config!r}, expected the config of a LoRA")
@@ -56,6 +56,8 @@ def read_config(weights: TensorFile, names: Names) -> dict | None:
         raise UserError(
             f"{source}: {wrong[0]} is {config[wrong[0]]!r}; rtcwm reads plain LoRA alone, alpha / rank * up @ down"
         )
+    if not isinstance(config.get("alpha_pattern") or {}, dict):
+        raise UserError(f"{source}: alpha_pattern is {config['alpha_pattern']!r}, expected an object")
     if number(config.get("lora_alpha")) is None:
         raise UserError(f"{source}: lora_alpha is {config.get('lora_alpha')!r}, expected a finite number other than 0")
     return config
@@ -64,7 +66,11 @@ def read_config(weights: TensorFile, names: Names) -> dict | None:
 def config_alpha(config: Mapping, module: str) -> float:
     """alpha of a layer by its dotted name, from a config that `read_config` gave."""
     for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        try:
+            fits = re.match(rf"(.*\.)?({pattern})$", module)
+        except re.error as error:
+            raise UserError(f"alpha_pattern {pattern!r} is no pattern ({error}): write the adapter again") from error
+        if fits:
             if number(value) is None:
                 raise UserError(f"alpha_pattern {pattern} is {value!r}, expected a finite number other than 0")
             return number(value)
