@@ -57,7 +57,7 @@ class Forked:
         end = time.monotonic() + seconds
         while (code := self.poll()) is None:
             running = [rank.sentinel for rank in self.ranks if rank.exitcode is None]
-            if not connection.wait(running, end - time.monotonic()):
+            if running and not connection.wait(running, end - time.monotonic()):
                 raise TimeoutError(f"{len(running)} ranks still run after {seconds} s")
         return code
 

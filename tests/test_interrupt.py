@@ -17,6 +17,14 @@ from rtcwm.data import clips
 from rtcwm.data.clips import open_clips
 
 
+@pytest.fixture(autouse=True)
+def heard():
+    """A suite that was started in the background ignores SIGINT, and so would its commands."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, place: str, calls: int) -> None:
     """A real SIGINT at the end of that call of a function."""
     module, _, name = place.rpartition(".")
