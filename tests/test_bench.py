@@ -1,6 +1,7 @@
 """`rtcwm bench` through its command line, and its formulas against the known figures of the released model."""
 
 import json
+import math
 import os
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -8,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,10 +19,16 @@ from ranks import CONTEXT
 from small import CONFIG, random_window, small_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from rtcwm.bench import measure, profile, work
+from rtcwm.bench import measure, profile, report, work
+from rtcwm.bench.command import DistillBench
+from rtcwm.bench.distill import no_grad_stream
+from rtcwm.bench.inputs import Case, files
+from rtcwm.bench.sides import compare, summary
 from rtcwm.bench.work import Sizes, Work, rollout_work, span_pairs
+from rtcwm.data.clips import open_clips
 from rtcwm.engine.activations import Activations
 from rtcwm.engine.settings import POLICIES, ActivationSettings
+from rtcwm.errors import UserError
 from rtcwm.model.attention import install
 from rtcwm.model.blocks import run_blocks
 from rtcwm.model.kernels import KERNELS, resolve
@@ -299,6 +307,31 @@ def test_kernels_are_told_apart():
     assert {name: profile.classify(name) for name in names} == names
 
 
+def test_a_loss_that_is_not_finite_is_told_and_loses_no_result(tmp_path):
+    """Our programs log None for such a number, the obvious loop has it as it is."""
+    took = {"seconds": {"median": 2.0, "each": (2.0,)}}
+    sides = {"plain": took | {"numbers": {"loss": [math.inf]}}, "ours": took | {"numbers": {"loss": [None]}}}
+    found = summary(sides)
+    assert math.isnan(found["difference"]["loss"]["first"]) and found["ratio"] == 1.0
+    report.write(tmp_path / "found.json", found | {"sides": sides})
+    told = json.loads((tmp_path / "found.json").read_text())
+    assert told["sides"]["plain"] == {"seconds": {"median": 2.0, "each": [2.0]}, "numbers": {"loss": [None]}}
+    assert told["difference"] == {"loss": {"first": None, "most": None}} and told["ratio"] == 1.0
+    with pytest.raises(UserError, match="do not compute the same: loss of their first steps differs by nan"):
+        compare(torch.device("cpu"), found, "loss", {"cpu": 1.0})
+
+
+def test_a_stream_after_distillation_hears_the_silence_of_a_span(base, tmp_path):
+    """Its clip is as long as a rollout; 170 latents a channel are those of 102 frames."""
+    given = {name.replace("-", "_"): value for name, value in SMALL.items()}
+    settings = DistillBench(base=str(base), chunks=8, **given)
+    with files(Case.of(settings), 8, 0, 1) as made:
+        clip = open_clips(made.clips)[0]
+        plan = SimpleNamespace(starts=[(clip, 0)], sampler=SamplerConfig())
+        case = no_grad_stream(settings, plan, torch.device("cpu"))
+    assert case.chunks == 9 and case.span.audio.shape == (1, 2 * 170, 32)
+
+
 def test_seconds_covered_by_overlapping_kernels():
     assert measure.Seconds((3.0, 1.0, 2.0)).median == 2.0
     assert profile.covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.6)]) == 4.0
@@ -316,8 +349,6 @@ def test_seconds_covered_by_overlapping_kernels():
 )
 def test_bad_flags_are_told(base, tmp_path, flags, told):
     from rtcwm.bench.command import TrainBench
-    from rtcwm.bench.inputs import Case
-    from rtcwm.errors import UserError
 
     given = {name.replace("-", "_"): value for name, value in (SMALL | {"base": str(base)} | flags).items()}
     if "out" in given:

@@ -30,6 +30,7 @@ from rtcwm.train.dataset import EpochSampler, load_window
 from rtcwm.train.distill import Distiller, Timed
 from rtcwm.train.distill_plan import DistillPlan, prepare
 from rtcwm.train.draws import Draws
+from rtcwm.train.inference import span_silence
 from rtcwm.train.order import Visit
 from rtcwm.train.span import SpanNoise, batch_noise, stack
 from rtcwm.train.teacher import Rolled, Teacher, window_chunks
@@ -151,6 +152,7 @@ def no_grad_stream(settings: DistillBench, plan: DistillPlan, device: torch.devi
     """A stream whose window is full at its end, sampled as a rollout whose chunks stop at the last step."""
     clip, start = plan.starts[0]
     window = load_window(clip, start, start, chunks=min(settings.chunks, clip.chunks))
+    window = replace(window, audio=span_silence(clip.path.parent))  # a stream hears a span, not a rollout
     return stream_case(window, plan.sampler, STEADY_CHUNKS, settings.batch, settings.seed, device)
 
 

@@ -13,6 +13,7 @@ from rtcwm import __version__
 from rtcwm.bench.command import Settings
 from rtcwm.engine.checkpoint import replace_file
 from rtcwm.engine.world import World
+from rtcwm.train.record import finite_or_none
 
 PACKAGES = ("deepspeed", "diffusers", "flash-attn-4", "flash-attn-3", "flash-attn", "triton")
 
@@ -113,9 +114,19 @@ def chunk_line(found: Mapping[str, float]) -> str:
 
 
 def write(path: Path | None, result: Mapping) -> None:
-    """The JSON file, complete or absent."""
+    """The JSON file, complete or absent. JSON has no numbers that are not finite: null stands for them, since a loss
+    that is none must not cost what was measured beside it."""
     if path is None:
         return
-    text = json.dumps(result, indent=1, allow_nan=False) + "\n"
+    text = json.dumps(_finite(result), indent=1, allow_nan=False) + "\n"
     replace_file(path, lambda aside: aside.write_text(text))
     print(f"written: {path}", flush=True)
+
+
+def _finite(value: object) -> object:
+    """The same with None in the place of numbers that are not finite."""
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return finite_or_none(value) if isinstance(value, float) else value

@@ -1,5 +1,6 @@
 """Running the two sides of a benchmark one after the other in one process, and holding them against each other."""
 
+import math
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -206,12 +207,18 @@ def summary(sides: Mapping[str, dict]) -> dict:
     plain, ours = sides["plain"], sides["ours"]
     difference = {}
     for key, reference in plain["numbers"].items():
-        relative = [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(ours["numbers"][key], reference, strict=True)]
+        relative = [_relative(*pair) for pair in zip(ours["numbers"][key], reference, strict=True)]
         difference[key] = {"first": relative[0], "most": max(relative)}
     found = {"ratio": _ratio(ours, plain), "difference": difference}
     if "parts" in plain:
         found["part_ratios"] = {name: _ratio(ours["parts"][name], part) for name, part in plain["parts"].items()}
     return found
+
+
+def _relative(found: float | None, expected: float | None) -> float:
+    """Relative difference; not a number where one of them is none, which logs tell as None."""
+    pair = [math.nan if value is None else value for value in (found, expected)]
+    return abs(pair[0] - pair[1]) / max(abs(pair[1]), 1e-30)
 
 
 def _ratio(ours: Mapping, plain: Mapping) -> float:
