@@ -1,5 +1,6 @@
 """`rtcwm stream`: frames against rollouts and whole decodes, films that grow or are cut, condition roots, faults."""
 
+import gc
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import av
@@ -26,6 +28,7 @@ from rtcwm.data.clips import read_clip
 from rtcwm.data.codec import load_codec
 from rtcwm.data.make import write_world
 from rtcwm.data.world import Film, stacked
+from rtcwm.engine import carrier
 from rtcwm.engine.settings import shipped_config
 from rtcwm.errors import UserError
 from rtcwm.model.adapter_files import load_adapter, save_adapter
@@ -179,6 +182,19 @@ def test_a_program_feeds_latents_pictures_or_depth_and_ids(clip, world_root):
     assert np.abs(found.astype(int) - load_codec().decode(made)).max() <= 1
 
 
+def test_a_closed_stream_lets_go_of_its_weights(clip):
+    """At once, without a run of the collector by chance: another stream may need their place."""
+    gc.collect()
+    gc.disable()
+    try:
+        with open_stream(adapter="released", clip=clip.path, device="cpu", **FEW) as stream:
+            stream.next(next(iter(ClipProxies(clip, 0, 1))))
+            held = [weakref.ref(weight) for weight in stream._stream.model.parameters()]
+        assert held and not any(weight() is not None for weight in held)
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("more", [dict(adaln="table"), dict(base_config=shipped_config("base_cpu"))])
 def test_other_ways_to_hold_the_base(clip, expected, more, tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -189,6 +205,28 @@ def test_other_ways_to_hold_the_base(clip, expected, more, tmp_path, monkeypatch
         found = np.concatenate([stream.next(proxy) for proxy in ClipProxies(clip, 0, 2)])
     assert np.abs(found.astype(int) - expected[:34]).max() <= 1
     assert len(list(tmp_path.glob("*.safetensors"))) == ("adaln" in more)
+
+
+def test_a_base_in_host_memory_times_no_waits(clip, expected, tmp_path, monkeypatch):
+    """They are timed by pairs of events, which would pile up for as long as a stream runs."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0" if "RANK" in name else "1")  # put back afterwards
+        monkeypatch.delenv(name)
+    config, made = tmp_path / "base.json", []
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}}
+    config.write_text(json.dumps({"shard_group": 1, "prefetch": True, "zero_optimization": zero}))
+
+    class Seen(carrier.Carrier):
+        def __init__(self, *given, **more):
+            super().__init__(*given, **more)
+            made.append(self)
+
+    monkeypatch.setattr(carrier, "Carrier", Seen)
+    with open_stream(adapter="released", clip=clip.path, device="cpu", base_config=config, **FEW) as stream:
+        found = np.concatenate([stream.next(proxy) for proxy in ClipProxies(clip, 0, 2)])
+    assert np.abs(found.astype(int) - expected[:34]).max() <= 1
+    (seen,) = made
+    assert seen.fetches > 0 and not seen.side.measuring
 
 
 # Films

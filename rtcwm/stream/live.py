@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rtcwm.bench.measure import synchronize
+from rtcwm.bench.measure import release, synchronize
 from rtcwm.data import duv
 from rtcwm.data.clips import stored
 from rtcwm.errors import UserError
@@ -137,9 +137,10 @@ class LiveStream:
         return stored(self._pixels.encode_proxy(proxy)).float()
 
     def close(self) -> None:
-        """Lets go of the weights."""
+        """Lets go of the weights, so that another stream may be opened in their place."""
         self._stream = self._pixels = None
         self._close()
+        release(self._device)  # blocks know their own forward: such a circle waits for the collector
 
     def __enter__(self) -> "LiveStream":
         return self

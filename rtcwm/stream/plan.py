@@ -88,6 +88,7 @@ class Plan:
 
     def _engine(self, adapter: Adapter | None) -> tuple[MiniMaxH3Transformer3DModel, Run]:
         engine = BaseEngine(World.start(), self.source, self.base, self._table())
+        engine.activations.measure(False)  # nobody asks for the waits of a stream, and their events would pile up
         return engine.model, engine.activations.runner(adapter)
 
     def _table(self) -> AdalnTable | None:
