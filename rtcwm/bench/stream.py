@@ -124,7 +124,7 @@ class OurStreaming(_Streaming):
 
     def __init__(self, world: World, case: Case, given: StreamCase, start: OurStart, adapter: Adapter):
         super().__init__(world, case, given, start.kernel)
-        self.adapter = adapter.to(world.device)
+        self.adapter = adapter.to(world.device, dtype_of(world.device))
         config, source, settings = start.config, start.source, start.settings
         table = open_table(world, config, source, level_grid(config, source), given.config.sigmas)
         if settings is None:

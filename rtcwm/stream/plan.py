@@ -74,7 +74,7 @@ class Plan:
             )
         adapter = load_adapter(Path(self.adapter), self.source.config) if self.adapter else None
         if adapter is not None:
-            adapter.requires_grad_(False).to(self.device)
+            adapter.requires_grad_(False).to(self.device, dtype_of(self.device))
         model, run = self._whole(adapter) if self.base is None else self._engine(adapter)
         install(model, self.kernel, ffn_rows=self.base.activations.ffn_rows if self.base else 0)
         noise = clip_noise(self.opening.seed, [self.origin.name])
