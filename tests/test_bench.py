@@ -11,6 +11,7 @@ from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from diffusers import MiniMaxH3Transformer3DModel
@@ -20,10 +21,10 @@ from small import CONFIG, random_window, small_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from rtcwm.bench import measure, profile, report, work
-from rtcwm.bench.command import DistillBench
+from rtcwm.bench.command import DistillBench, TrainBench
 from rtcwm.bench.distill import no_grad_stream
 from rtcwm.bench.inputs import Case, files
-from rtcwm.bench.sides import compare, summary
+from rtcwm.bench.sides import check_room, compare, summary
 from rtcwm.bench.work import Sizes, Work, rollout_work, span_pairs
 from rtcwm.data.clips import open_clips
 from rtcwm.engine.activations import Activations
@@ -33,7 +34,7 @@ from rtcwm.model.attention import install
 from rtcwm.model.blocks import run_blocks
 from rtcwm.model.kernels import KERNELS, resolve
 from rtcwm.model.layout import RELEASED, Geometry
-from rtcwm.model.loading import SeededSource, build_base, read_config
+from rtcwm.model.loading import SeededSource, build_base, parameter_count, read_config
 from rtcwm.model.lora import Adapter, AdapterShape, inject
 from rtcwm.model.masks import RULES, boolean_mask
 from rtcwm.model.packing import stream_layout
@@ -348,10 +349,20 @@ def test_seconds_covered_by_overlapping_kernels():
     ],
 )
 def test_bad_flags_are_told(base, tmp_path, flags, told):
-    from rtcwm.bench.command import TrainBench
-
     given = {name.replace("-", "_"): value for name, value in (SMALL | {"base": str(base)} | flags).items()}
     if "out" in given:
         given["out"] = Path(given["out"])
     with pytest.raises(UserError, match=told):
         Case.of(TrainBench(**given))
+
+
+def test_a_base_that_the_cpu_cannot_hold_is_refused(monkeypatch):
+    case, world = Case.of(TrainBench(layers=1)), SimpleNamespace(device=torch.device("cpu"))
+    needed = 4 * parameter_count(case.config)
+    free = SimpleNamespace(available=needed + 1)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    check_room(world, case)
+    free.available = needed
+    with pytest.raises(UserError, match=r"\(33.1B\) takes \d+ GiB in fp32.*--base embedded"):
+        check_room(world, case)
+    check_room(SimpleNamespace(device=torch.device("cuda")), case)

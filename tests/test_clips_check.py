@@ -37,6 +37,11 @@ def test_clean_clips_have_no_faults(root, monkeypatch, capsys):
     assert before == {path: path.stat().st_mtime_ns for path in root.rglob("*")}, "nothing to flag, nothing to write"
 
 
+def test_clips_without_a_span_to_train_on_are_a_fault(root, monkeypatch, capsys):
+    assert rtcwm(monkeypatch, "clips", "check", root, "--flag", "--static", "99") == 1
+    assert "faults: 0;" in (said := capsys.readouterr().out) and "0 usable, 18 not: nothing to train on" in said
+
+
 @pytest.mark.parametrize("damage, message", DAMAGES, ids=[message for _, message in DAMAGES])
 def test_faults_that_headers_tell(tmp_path, damage, message):
     """What a run refuses, the check reports, and goes on."""

@@ -288,7 +288,8 @@ def flags(options: dict, **changes: object) -> dict:
 
 def test_killed_at_a_random_moment_and_resumed_it_ends_bit_for_bit(options, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    run(deepspeed("--num_gpus", "2"), MODULE, flags(options, out=whole), tmp_path / "log0")
+    said = run(deepspeed("--num_gpus", "2"), MODULE, flags(options, out=whole), tmp_path / "log0")
+    assert "memory of a card, by formula" in said and "student's backward pass" in said
     delay = random.SystemRandom().uniform(0, 1.5)
     process = start(2, MODULE, flags(options, out=broken), tmp_path / "log1")
     while "saved" not in (tmp_path / "log1").read_text():

@@ -5,12 +5,14 @@ import random
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from launch import alone, deepspeed, kill, numbers, rows, run, start
+from launch import SECONDS, alone, deepspeed, environment, kill, numbers, rows, run, start
 from ranks import free_port, refusals, run_ranks
 from safetensors.torch import load_file, save_file
 
@@ -105,6 +107,17 @@ def test_resumed_on_one_rank_it_ends_the_same(whole, settings, tmp_path):
     for two, one in zip(rows(whole)[1:], rows(out)[1:], strict=True):
         for key in ("loss", "grad_norm"):
             assert one.get(key) == pytest.approx(two.get(key), rel=1e-5)
+
+
+def test_a_node_that_does_not_come_is_told_in_a_line(tmp_path):
+    port = free_port()
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_SIZE": "1", "MASTER_PORT": str(port), "RTCWM_TIMEOUT_SECONDS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-m", MODULE, "--out", str(tmp_path / "out")], env=environment() | ranks,
+        capture_output=True, text=True, timeout=SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"error: the 2 ranks did not meet at 127.0.0.1:{port} within 2 s" in done.stderr
 
 
 def test_two_nodes_started_once_each_without_ssh(whole, settings, tmp_path):

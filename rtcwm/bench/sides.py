@@ -7,10 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import psutil
 import torch
 
 from rtcwm.bench import measure, profile
 from rtcwm.bench.command import TwoSides, require
+from rtcwm.bench.inputs import Case
 from rtcwm.bench.measure import Seconds
 from rtcwm.bench.plain import PlainModel
 from rtcwm.bench.traffic import Traffic
@@ -19,7 +21,7 @@ from rtcwm.engine.base import BaseEngine
 from rtcwm.engine.world import World
 from rtcwm.errors import UserError
 from rtcwm.model.kernels import Kernel, resolve
-from rtcwm.model.loading import BaseSource, build_base
+from rtcwm.model.loading import BaseSource, build_base, parameter_count
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,17 @@ def run_side(world: World, name: str, plan: Plan, settings: TwoSides, ceilings: 
         world.print(f"{name}: {str(error).splitlines()[0]}")
     measure.release(device)
     return found
+
+
+def check_room(world: World, case: Case) -> None:
+    """Raises UserError where a CPU's memory cannot hold the base in fp32, before it is filled."""
+    needed, free = 4 * parameter_count(case.config), psutil.virtual_memory().available
+    require(
+        world.device.type != "cpu" or needed < free,
+        f"{case.described} takes {needed / 2**30:.0f} GiB in fp32, and {free / 2**30:.0f} GiB of this machine's "
+        "memory are free. It has no GPU: choose a smaller base, such as --base embedded --height 64 --width 96 --text-rows "
+        "16, or --layers",
+    )
 
 
 class Shared:

@@ -15,7 +15,18 @@ from rtcwm.bench.attention import dtype_of
 from rtcwm.bench.chunks import PLAYS, STEADY, StreamCase, Streamed, attention_ceiling, chunk_work, steady, stream_case
 from rtcwm.bench.command import StreamBench
 from rtcwm.bench.inputs import Case, random_adapter, rank_files, shared_settings
-from rtcwm.bench.sides import Did, Plan, Runner, check_ranks, compare, plain_base, plain_kernel, run_both, summary
+from rtcwm.bench.sides import (
+    Did,
+    Plan,
+    Runner,
+    check_ranks,
+    check_room,
+    compare,
+    plain_base,
+    plain_kernel,
+    run_both,
+    summary,
+)
 from rtcwm.bench.work import Work
 from rtcwm.data.clips import open_clips
 from rtcwm.engine.base import BaseEngine
@@ -42,6 +53,7 @@ def bench(settings: StreamBench) -> None:
     with program("rtcwm bench stream") as world:
         check_ranks(world, settings)
         case = Case.of(settings)
+        check_room(world, case)
         with rank_files(world, case, SPAN_CHUNKS, settings.seed) as made:
             config = TrainConfig(**shared_settings(settings, made))
             source, base, kernel = check_settings(world, config)

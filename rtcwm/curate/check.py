@@ -165,4 +165,5 @@ def summary(found: Findings) -> str:
     return (
         f"{found.clips} clips, {found.chunks} chunks; faults: {len(found.faults)}; flagged chunks: {flagged}; spans of "
         f"{SPAN_CHUNKS} chunks: {found.usable} usable, {dropped} not"
+        + ("" if found.usable else ": nothing to train on")
     )

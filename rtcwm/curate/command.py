@@ -18,7 +18,7 @@ def main_check(
     rms_high: float = Limits.rms_high,
     mean_high: float = Limits.mean_high,
 ) -> int:
-    """Check clips, one line a fault; exit code 0 without faults, 1 with, 2 for wrong usage.
+    """Check clips, one line a fault; exit code 0; 1 with faults or without a span to train on; 2 for wrong usage.
 
     Args:
         folder: folder that holds one folder a clip; may stand first, without --folder.
@@ -38,7 +38,7 @@ def main_check(
     for fault in found.faults:
         print(fault)
     print(summary(found))
-    return int(bool(found.faults))
+    return int(bool(found.faults) or not found.usable)
 
 
 def main_import(source: Path, out: Path, codec: str = "imported:unknown", episode: str = EPISODE) -> int:

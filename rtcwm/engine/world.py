@@ -62,7 +62,8 @@ class World:
         """Joins the run that the launcher started, or makes a run of one rank.
 
         Raises:
-            UserError: the hostfile of the launcher is missing or asks for another number of ranks.
+            UserError: the hostfile of the launcher is missing or asks for another number of ranks; or other ranks
+                did not come.
         """
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
             os.environ.setdefault(name, value)
@@ -80,9 +81,16 @@ class World:
         else:
             device = torch.device(accelerator.device_name(local_rank))
             accelerator.set_device(local_rank)
-        deepspeed.init_distributed(
-            accelerator.communication_backend_name(), verbose=False, timeout=timedelta(seconds=timeout_seconds())
-        )
+        try:
+            deepspeed.init_distributed(
+                accelerator.communication_backend_name(), verbose=False, timeout=timedelta(seconds=timeout_seconds())
+            )
+        except torch.distributed.DistError as error:  # the store's and the network's; told by every rank that is there
+            raise UserError(
+                f"the {size} ranks did not meet at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} "
+                f"within {timeout_seconds()} s (RTCWM_TIMEOUT_SECONDS): a node was not started, or cannot reach that "
+                f"address ({str(error).splitlines()[0]})"
+            ) from error
         world = cls(rank, size, local_rank, local_size, device)
         if device.type == "cuda" and size > 1:
             # NCCL allocates outside of torch: leave it room, and make the communicator while there is some.
@@ -188,7 +196,7 @@ def program(name: str):
     try:
         world = World.start()
     except UserError as error:
-        if int(os.environ.get("RANK", "0")) == 0:
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             print(f"{name}: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     watch = Watch(world.rank, world.size, timeout_seconds() / 2) if world.size > 1 else None

@@ -40,9 +40,9 @@ def main_recipe(
         ablations: variants of the distillation to run as well, such as [clean-history,critic-1] or [all]; critic-1@2
             only with seed 2, all@1 all of them with seed 1.
         jobs: programs that run at the same time, over all cards there are.
-        clips: clips of 16 chunks to train on, four an episode.
+        clips: clips of 16 chunks, four an episode; four are held out of training; at least 8.
         test_clips: unseen clips, each of an episode of its own, to measure on.
-        chunks: their length, and that of the long streams.
+        chunks: their length, and that of the long streams; at least 14.
         steps: of diffusion forcing.
         iters: of distillation.
         batch: rollouts of an iteration; diffusion forcing takes twice as many spans.

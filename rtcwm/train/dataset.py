@@ -128,9 +128,10 @@ def list_samples(clips: Sequence[Clip], val_clips: int, seed: int) -> Samples:
             train += [(index, first) for first in kept]
             dropped += others
     if not train:
+        why = ", ".join(f"{reason} {count}" for reason, count in dropped.most_common()) or "none"
         raise UserError(
-            f"no span of {SPAN_CHUNKS} chunks is left to train on in {len(clips)} clips (dropped: "
-            f"{dict(dropped)}): use longer clips, fewer flags or start frames nearer the beginning"
+            f"no span of {SPAN_CHUNKS} chunks is left to train on in {len(clips)} clips (dropped: {why}): use longer "
+            "clips, fewer flags or start frames nearer the beginning"
         )
     return Samples(tuple(train), tuple(clip for clip in clips if clip.episode in episodes), dict(dropped))
 

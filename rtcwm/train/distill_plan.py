@@ -66,6 +66,7 @@ class DistillPlan:
             f"{len(self.held_out)} clips ({len({clip.episode for clip in self.held_out})} episodes){short}",
             f"iterations: {config.iters} of {world.size * config.batch} rollouts, "
             f"{config.critic_per_gen} critic updates each",
+            *self.memory,
         ]
 
     def metadata(self, role: str) -> dict[str, str]:

@@ -89,7 +89,8 @@ class Loop(ABC):
         self.world.hear_signals()
         if self.step >= self.steps:
             self.record.say(
-                f"finished already: {self.step} of {self.steps} {self.unit}s; a longer run needs another --out"
+                f"finished already: {self.step} of {self.steps} {self.unit}s; a longer run needs another --out, "
+                "from this one's adapters"
             )
         elif self.step:
             self.record.say(
