@@ -33,6 +33,10 @@ def test_every_job_stands_after_those_that_it_needs(tmp_path):
     assert len(seen) == len(jobs) and len({job.done for job in jobs}) == len(jobs)
     assert "seed1/last-stop" in seen and "seed1/no-reuse" not in seen
     assert {f"seed2/{name}" for name in ABLATIONS} <= seen
+    needs = {job.name: set(job.needs) for job in jobs}
+    assert needs["seed2/long/critic-1"] == {"test_clips", "seed2/critic-1"} and "seed1/long/critic-1" not in needs
+    assert needs["seed1/long/df20"] == {"test_clips", "seed1/df"}
+    assert needs["seed1/long/distilled"] == needs["seed1/short"] == {"test_clips", "seed1/default"}
 
 
 @pytest.mark.parametrize("on_card", [False, True])
@@ -77,7 +81,8 @@ def evaluation(psnr: list[float], frechet: tuple[float, float, float], sharpness
 
 
 def write_results(plan: Plan, seed: int, short: dict, long: dict) -> None:
-    for path, models in ((plan.short(seed), short), (plan.long(seed), long)):
+    files = {plan.long(seed, name): {name: row} for name, row in long.items()}
+    for path, models in (files | {plan.short(seed): short}).items():
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps({"models": {"codec": {"kind": "codec"}} | models}))
 

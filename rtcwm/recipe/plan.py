@@ -97,7 +97,8 @@ class Plan:
         jobs += [self._distill(seed, "default") for seed in seeds]
         jobs += [self._distill(seed, name) for seed in seeds for name in self.variants(seed)]
         jobs.append(self._test_clips())
-        return jobs + [job for seed in seeds for job in (self._evaluate_short(seed), self._evaluate_long(seed))]
+        jobs += [self._evaluate_short(seed) for seed in seeds]
+        return jobs + [self._evaluate_long(seed, name) for seed in seeds for name in self.long_models(seed)]
 
     def df_adapter(self, seed: int) -> Path:
         return self.folder(f"seed{seed}", "df", f"lora_step{self.settings.steps:05d}.safetensors")
@@ -109,8 +110,13 @@ class Plan:
     def short(self, seed: int) -> Path:
         return self.folder(f"seed{seed}", "short", "evaluate.json")
 
-    def long(self, seed: int) -> Path:
-        return self.folder(f"seed{seed}", "long", "evaluate.json")
+    def long(self, seed: int, model: str) -> Path:
+        return self.folder(f"seed{seed}", "long", model, "evaluate.json")
+
+    def long_models(self, seed: int) -> dict[str, str]:
+        """Models of the long streams as `rtcwm evaluate` takes them, by name; each is a job of its own, so that one
+        more variant is one more stream."""
+        return self._models(seed) | {name: str(self.student(seed, name)) for name in self.variants(seed)}
 
     def _clips(self, name: str, clips: int, chunks: int, seed: int, *more: str) -> Job:
         out = self.folder(name)
@@ -150,12 +156,13 @@ class Plan:
 
     def _evaluate_short(self, seed: int) -> Job:
         models = {"naive": "base:many", "released": "released:teacher"} | self._models(seed)
-        return self._evaluate(seed, SHORT, models, self.short(seed), ("default",))
+        return self._evaluate(f"seed{seed}/short", SHORT, models, self.short(seed), f"seed{seed}/default")
 
-    def _evaluate_long(self, seed: int) -> Job:
-        variants = self.variants(seed)
-        models = self._models(seed) | {name: str(self.student(seed, name)) for name in variants}
-        return self._evaluate(seed, self.settings.chunks, models, self.long(seed), ("default", *variants))
+    def _evaluate_long(self, seed: int, model: str) -> Job:
+        trained = {"df20": "df", "df4": "df", "distilled": "default"}.get(model, model)
+        models = {model: self.long_models(seed)[model]}
+        name, done = f"seed{seed}/long/{model}", self.long(seed, model)
+        return self._evaluate(name, self.settings.chunks, models, done, f"seed{seed}/{trained}")
 
     def _models(self, seed: int) -> dict[str, str]:
         df = self.df_adapter(seed)
@@ -165,18 +172,13 @@ class Plan:
             "distilled": str(self.student(seed, "default")),
         }
 
-    def _evaluate(self, seed: int, chunks: int, models: dict[str, str], done: Path, variants: tuple[str, ...]) -> Job:
+    def _evaluate(self, name: str, chunks: int, models: dict[str, str], done: Path, trained: str) -> Job:
         named = [word for name, model in models.items() for word in ("--model+", f"{name}={model}")]
         words = flags(
             {"out": done.parent, "clips": self.folder("test_clips"), "chunks": chunks, "attn": "sdpa", "compile": "off"}
         )
-        needs = ("test_clips", *(f"seed{seed}/{variant}" for variant in variants))
-        return Job(
-            f"seed{seed}/{done.parent.name}",
-            command("rtcwm.cli", "evaluate", *words, "--video", "false", *named),
-            done,
-            needs,
-        )
+        words = command("rtcwm.cli", "evaluate", *words, "--video", "false", *named)
+        return Job(name, words, done, ("test_clips", trained))
 
 
 def command(module: str, *words: str) -> tuple[str, ...]:

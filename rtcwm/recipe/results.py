@@ -31,7 +31,7 @@ def collect(plan: Plan) -> dict:
     short, long, curves = ({} for _ in range(3))
     for seed in plan.settings.seeds:
         short[str(seed)] = {name: numbers(row) for name, row in models(plan.short(seed)).items()}
-        rows = models(plan.long(seed))
+        rows = {name: models(plan.long(seed, name))[name] for name in plan.long_models(seed)}
         long[str(seed)] = {name: numbers(row) for name, row in rows.items()}
         curves[str(seed)] = {name: row["measures"]["psnr"]["chunks"] for name, row in rows.items()}
     seconds = {
