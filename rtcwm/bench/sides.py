@@ -100,7 +100,7 @@ def check_room(world: World, case: Case) -> None:
     require(
         world.device.type != "cpu" or needed < free,
         f"{case.described} takes {needed / 2**30:.0f} GiB in fp32, and {free / 2**30:.0f} GiB of this machine's "
-        "memory are free. It has no GPU: use --layers, or a smaller base such as --base embedded --height 64 --width 96 "
+        "memory are free. It has no GPU: use --layers, or a smaller base: --base embedded --height 64 --width 96 "
         "--text-rows 16",
     )
 
