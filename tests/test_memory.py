@@ -162,6 +162,7 @@ def test_gradients_and_moments_of_an_adapter(ranks, stage, tmp_path):
         (backward, step, left, _), (backward_again, step_again, left_again, _) = found
         assert moments == needs.moments(shape) and clean
         few = 0.35 * 4 * shape.parameters  # gradients on their way, of one block
+        few += 80_000 * (ranks > 1)  # now and then a bucket is still being averaged while the next one fills
         stated = needs.gradients(shape, settings)
         assert stated - 80_000 <= backward <= stated + few
         assert left == left_again == pytest.approx(needs.moments(shape), rel=0.01)
