@@ -16,18 +16,7 @@ from rtcwm.bench.command import DistillBench, require
 from rtcwm.bench.inputs import Case, Files, random_adapter, rank_files, shared_settings
 from rtcwm.bench.plain_distill import PlainDistillation
 from rtcwm.bench.plain_stream import PlainStream, plain_rollout
-from rtcwm.bench.sides import (
-    Did,
-    Plan,
-    Runner,
-    check_ranks,
-    check_room,
-    compare,
-    plain_base,
-    plain_kernel,
-    run_both,
-    summary,
-)
+from rtcwm.bench.sides import Did, Plan, Runner, compare, plain_base, plain_kernel, run_both, sized_case, summary
 from rtcwm.bench.work import NOTHING, WHOLE_BLOCKS, Repeated, Work, rollout_work, span_pairs
 from rtcwm.engine.streams import Streams
 from rtcwm.engine.world import World, program
@@ -56,14 +45,12 @@ STEADY_CHUNKS = STEADY + 3
 def bench(settings: DistillBench) -> None:
     """Runs the sides that were asked for, prints a table and writes the JSON file."""
     with program("rtcwm bench distill") as world:
-        check_ranks(world, settings)
+        case = sized_case(world, settings)
         least = window_chunks(settings.teacher_kind)
         require(
             settings.chunks >= least,
             f"--chunks {settings.chunks}: a {settings.teacher_kind} teacher's window takes {least}: set at least that",
         )
-        case = Case.of(settings)
-        check_room(world, case)
         with rank_files(world, case, settings.chunks, settings.seed) as made:
             result = measured(world, settings, case, prepare(world, distill_config(settings, case, made)))
         world.on_main(lambda: report.write(settings.out, result))

@@ -105,6 +105,14 @@ def check_room(world: World, case: Case) -> None:
     )
 
 
+def sized_case(world: World, settings: TwoSides) -> Case:
+    """The size to measure, once both checks and `Case.of` have nothing against it."""
+    check_ranks(world, settings)
+    case = Case.of(settings)
+    check_room(world, case)
+    return case
+
+
 class Shared:
     """What several ranks make of a side: its base and the gathers of it.
 

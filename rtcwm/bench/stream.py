@@ -15,18 +15,7 @@ from rtcwm.bench.attention import dtype_of
 from rtcwm.bench.chunks import PLAYS, STEADY, StreamCase, Streamed, attention_ceiling, chunk_work, steady, stream_case
 from rtcwm.bench.command import StreamBench
 from rtcwm.bench.inputs import Case, random_adapter, rank_files, shared_settings
-from rtcwm.bench.sides import (
-    Did,
-    Plan,
-    Runner,
-    check_ranks,
-    check_room,
-    compare,
-    plain_base,
-    plain_kernel,
-    run_both,
-    summary,
-)
+from rtcwm.bench.sides import Did, Plan, Runner, compare, plain_base, plain_kernel, run_both, sized_case, summary
 from rtcwm.bench.work import Work
 from rtcwm.data.clips import open_clips
 from rtcwm.engine.base import BaseEngine
@@ -51,9 +40,7 @@ ROUNDING = {"cuda": 0.05, "cpu": 1e-3}
 def bench(settings: StreamBench) -> None:
     """Streams on both sides, prints a table and writes the JSON file."""
     with program("rtcwm bench stream") as world:
-        check_ranks(world, settings)
-        case = Case.of(settings)
-        check_room(world, case)
+        case = sized_case(world, settings)
         with rank_files(world, case, SPAN_CHUNKS, settings.seed) as made:
             config = TrainConfig(**shared_settings(settings, made))
             source, base, kernel = check_settings(world, config)

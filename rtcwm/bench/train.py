@@ -9,7 +9,7 @@ from rtcwm.bench import measure, profile, report
 from rtcwm.bench.command import TrainBench
 from rtcwm.bench.inputs import Case, Files, rank_files, shared_settings
 from rtcwm.bench.plain import optimizer_of, span_loss, update
-from rtcwm.bench.sides import Did, Plan, Runner, check_ranks, check_room, compare, plain_base, run_both, summary
+from rtcwm.bench.sides import Did, Plan, Runner, compare, plain_base, run_both, sized_case, summary
 from rtcwm.bench.work import WHOLE_BLOCKS, span_pairs
 from rtcwm.engine.streams import Streams
 from rtcwm.engine.world import World, program
@@ -27,9 +27,7 @@ ROUNDING = {"cuda": 0.01, "cpu": 1e-4}
 def bench(settings: TrainBench) -> None:
     """Runs the sides that were asked for, prints a table and writes the JSON file."""
     with program("rtcwm bench train") as world:
-        check_ranks(world, settings)
-        case = Case.of(settings)
-        check_room(world, case)
+        case = sized_case(world, settings)
         with rank_files(world, case, SPAN_CHUNKS, settings.seed) as made:
             result = measured(world, settings, case, prepare(world, train_config(settings, case, made)))
         world.on_main(lambda: report.write(settings.out, result))

@@ -21,11 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from rtcwm.engine.carrier import Carrier
 from rtcwm.engine.copies import SideStream
-from rtcwm.engine.kept import BlockInput, InputCopies, MovedOutputs
+from rtcwm.engine.kept import AttentionOutputs, BlockInput, InputCopies
 from rtcwm.engine.settings import ActivationSettings
 from rtcwm.errors import UserError
 from rtcwm.model.lora import Adapter, Slot
-from rtcwm.model.prefix import KeptOutputs
 
 
 class Activations:
@@ -134,9 +133,8 @@ class Activations:
             if self.settings.policy == "none" or block in self._whole:
                 with self.slot.bind(*adapters):
                     return block(hidden, *rest)
-            moves = saves and self.settings.offload_attention
-            outputs = MovedOutputs(self.copies) if moves else KeptOutputs() if saves else None
-            kept = BlockInput(block, hidden, previous, self.copies, outputs if moves else None)
+            outputs = AttentionOutputs(self.copies if self.settings.offload_attention else None) if saves else None
+            kept = BlockInput(block, hidden, previous, self.copies, outputs)
 
             def forward() -> torch.Tensor:
                 hidden = kept()

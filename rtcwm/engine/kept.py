@@ -87,11 +87,15 @@ class Kept:
         self._await()
 
 
-class MovedOutputs(KeptOutputs):
-    """Attention outputs that are in host memory between forward and recompute. Their logsumexp, a sixtieth of them in
-    the release, stay on the device."""
+class AttentionOutputs(KeptOutputs):
+    """Attention outputs of a block between forward and recompute, each a `Kept`. Their logsumexp, a sixtieth of them in
+    the release, stay on the device.
 
-    def __init__(self, copies: InputCopies):
+    Args:
+        copies: None to keep them on the device.
+    """
+
+    def __init__(self, copies: InputCopies | None):
         super().__init__()
         self._copies = copies
 
@@ -116,7 +120,7 @@ class BlockInput:
     Args:
         previous: what the same forward pass kept of the block before.
         copies: None to keep it on the device.
-        outputs: of the block's attention, to be moved with it.
+        outputs: of the block's attention, if they are kept.
     """
 
     def __init__(
@@ -125,7 +129,7 @@ class BlockInput:
         hidden: torch.Tensor,
         previous: "BlockInput | None",
         copies: InputCopies | None,
-        outputs: MovedOutputs | None = None,
+        outputs: AttentionOutputs | None,
     ):
         self.block = block
         # Weak, or the last input of a pass would keep all the others on the device until the backward pass is over.
