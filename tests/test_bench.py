@@ -102,8 +102,8 @@ def test_work_of_the_released_step(released):
     "given",
     [
         *({"policy": policy, "ffn_rows": rows} for policy in POLICIES for rows in (0, 4)),
-        {"keep_blocks": 1},
-        {"policy": "save_attention", "keep_blocks": 2, "ffn_rows": 4},
+        {"policy": "save_attention", "keep_products": 1},
+        {"policy": "save_attention", "keep_products": 2, "ffn_rows": 4},
     ],
 )
 def test_work_done_is_what_torch_counts(given):

@@ -16,7 +16,7 @@ from tracker import Peak
 from rtcwm.engine.adapter import AdapterEngine
 from rtcwm.engine.base import BaseEngine
 from rtcwm.engine.memory import GIB
-from rtcwm.engine.settings import read_adapter_settings, read_base_settings, shipped_config
+from rtcwm.engine.settings import ActivationSettings, read_adapter_settings, read_base_settings, shipped_config
 from rtcwm.errors import UserError
 from rtcwm.model import glue
 from rtcwm.model.attention import install, resolve
@@ -222,7 +222,7 @@ def released(base: str, tmp_path: Path, ranks: int = 1, **changes: object) -> Di
 @pytest.mark.parametrize(
     ("base", "ranks", "grad_chunks", "gigabytes"),
     [
-        ("base_1x141gb", 1, 4, 130), ("base_8x141gb", 1, 4, 130),
+        ("base_1x141gb_distill", 1, 4, 130), ("base_8x141gb", 1, 4, 130),
         ("base_1x80gb_distill", 1, 4, 80), ("base_1x80gb_distill", 1, 3, 72),
         ("base_8x80gb", 8, 3, 76),
     ],
@@ -254,7 +254,9 @@ def test_what_cannot_fit_is_refused_with_what_would(tmp_path):
 def test_training_as_it_was_measured(tmp_path):
     """On an H200, in plain torch without the engines' 4.1 GiB: 57 GiB with block inputs in host memory, 93 with them
     and attention outputs on the card."""
-    needs = released("base_1x80gb", tmp_path)
+    needs = released("base_8x141gb", tmp_path)
+    host = ActivationSettings(cpu_checkpointing=True)
+    needs = replace(needs, settings=replace(needs.settings, activations=host))
     settings = read_adapter_settings(shipped_config("adapter"))
     train = TrainNeeds(
         needs.config, torch.bfloat16, True, 1, 1, needs.settings, needs.layout, 1, adapter=needs.student,
@@ -268,3 +270,10 @@ def test_training_as_it_was_measured(tmp_path):
     moved = replace(train, settings=replace(needs.settings, activations=away))
     # The card holds those of two blocks, in bf16.
     assert largest(moved).total - largest(train).total == 2 * needs.layout.rows * 56 * 128 * 2
+    one, four = (
+        largest(replace(moved, settings=replace(moved.settings, activations=replace(away, keep_products=n))))
+        for n in (1, 4)
+    )
+    # Those of the block at work are there anyway.
+    assert one.total == largest(moved).total
+    assert four.total - one.total == 3 * needs.layout.rows * (3 * 56 * 128 + 5376 + 2 * 14336) * 2

@@ -55,7 +55,7 @@ def one_step(world, config: dict, settings: BaseSettings, adapter: AdapterSettin
 
     kernel = replace(cpu, name="counted", forward=counted("forward"), backward=counted("backward"))
     base = BaseEngine(world, SeededSource(config, seed=3), settings)
-    install(base.model, kernel)
+    install(base.model, kernel, settings.activations.ffn_rows)
     shape = AdapterShape.of(config, 4, alpha=8.0)
     engine, other = AdapterEngine(world, random_adapter(shape, 5), adapter), random_adapter(shape, 6)
     runners = [base.activations.runner(which) for which in (engine.adapter, other)]
@@ -77,7 +77,8 @@ def one_step(world, config: dict, settings: BaseSettings, adapter: AdapterSettin
         "gradients": [x.grad.clone() for x in other.parameters()],
         "again": calls["forward"] - in_forward,
         "backwards": calls["backward"],
-        "kept": base.activations.attention_bytes,
+        "kept": base.activations.kept_bytes["attention"],
+        "products": base.activations.kept_bytes["products"],
         "offloaded": base.activations.offloaded_bytes,
         "gathered": base.gathered(),
         "report": base.activations.report_once() or "",
@@ -101,6 +102,8 @@ CALLS = BLOCKS * len(groups(LAYOUT, "E"))  # of one forward pass, without the te
 KEPT = 2 * LAYOUT.rows * CONFIG["num_attention_heads"] * (CONFIG["attention_head_dim"] + 1) * 4  # a block, batch of 2
 OUTPUT = 2 * LAYOUT.rows * CONFIG["num_attention_heads"] * CONFIG["attention_head_dim"] * 4  # without the logsumexp
 INPUT = 2 * LAYOUT.rows * CONFIG["hidden_size"] * 4
+FIRST = 2 * LAYOUT.rows * 2 * CONFIG["ffn_dim"] * 4  # output of a feed-forward's first layer
+PRODUCTS = 3 * OUTPUT + INPUT + FIRST  # qkv, attention's last layer, and that
 
 
 @pytest.fixture(scope="module")
@@ -115,32 +118,44 @@ def steps(world, config: dict, settings: dict[str, BaseSettings], adapter: Adapt
 
 
 def test_policies_differ_in_work_alone(tmp_path, config):
-    save, offload, keep = {"policy": "save_attention"}, {"cpu_checkpointing": True}, {"keep_blocks": 1}
+    save, offload, keep = {"policy": "save_attention"}, {"cpu_checkpointing": True}, {"keep_products": 1}
     sections = {
         "recompute": {},
         "save": save,
         "save, offload": save | offload,
         "save, offload both": save | offload | {"offload_attention": True},
-        "keep": keep,
-        "save, keep, offload": save | keep | offload,
+        "save, keep": save | keep,
+        "save, keep, offload both": save | keep | offload | {"offload_attention": True},
         "none": {"policy": "none"},
     }
     settings = {name: base_settings(tmp_path, section) for name, section in sections.items()}
     (results,) = run_ranks(1, steps, config, settings, adapter_settings(tmp_path))
     assert_same_bits(results)
-    expected = {  # attention calls again, bytes of outputs kept, bytes of inputs moved
-        "recompute": (PASSES * CALLS, 0, 0),
-        "save": (0, PASSES * BLOCKS * KEPT, 0),
-        "save, offload": (0, PASSES * BLOCKS * KEPT, PASSES * BLOCKS * INPUT),
-        "save, offload both": (0, PASSES * BLOCKS * KEPT, PASSES * BLOCKS * (INPUT + OUTPUT)),
-        "keep": (PASSES * CALLS // BLOCKS, 0, 0),
-        "save, keep, offload": (0, PASSES * (BLOCKS - 1) * KEPT, PASSES * (BLOCKS - 1) * INPUT),
-        "none": (0, 0, 0),
+    kept, both = PASSES * BLOCKS * KEPT, PASSES * BLOCKS * (INPUT + OUTPUT)
+    expected = {  # attention calls again, bytes of its outputs kept, of products, and bytes moved
+        "recompute": (PASSES * CALLS, 0, 0, 0),
+        "save": (0, kept, 0, 0),
+        "save, offload": (0, kept, 0, PASSES * BLOCKS * INPUT),
+        "save, offload both": (0, kept, 0, both),
+        "save, keep": (0, kept, PASSES * PRODUCTS, 0),
+        "save, keep, offload both": (0, kept, PASSES * PRODUCTS, both),
+        "none": (0, 0, 0, 0),
     }
     for name, result in results.items():
-        assert (result["again"], result["kept"], result["offloaded"]) == expected[name], name
+        found = tuple(result[key] for key in ("again", "kept", "products", "offloaded"))
+        assert found == expected[name], name
         assert result["backwards"] == PASSES * CALLS and result["calls"] == PASSES * (CALLS + 1)  # one refiner block
         assert (f"attention outputs: {result['kept']:,} bytes" in result["report"]) == name.startswith("save")
+
+
+def test_a_feed_forward_in_parts_keeps_the_products_of_attention_alone(tmp_path, config):
+    parts = {"ffn_rows": 7}
+    sections = {"recompute": parts, "keep": parts | {"policy": "save_attention", "keep_products": BLOCKS}}
+    settings = {name: base_settings(tmp_path, section) for name, section in sections.items()}
+    (results,) = run_ranks(1, steps, config, settings, adapter_settings(tmp_path))
+    assert_same_bits(results)
+    assert results["keep"]["products"] == PASSES * BLOCKS * (PRODUCTS - FIRST)
+    assert f"outputs of linear layers: {results['keep']['products']:,} bytes" in results["keep"]["report"]
 
 
 def test_ranks_that_share_the_base_keep_outputs_but_no_weights(tmp_path, config):
@@ -152,6 +167,8 @@ def test_ranks_that_share_the_base_keep_outputs_but_no_weights(tmp_path, config)
         "save": base_settings(tmp_path, save, shard_group=2),
         "save, offload": base_settings(tmp_path, offload, shard_group=2),
         "save, no prefetch": base_settings(tmp_path, save, shard_group=2, prefetch=False),
+        "save, keep": base_settings(tmp_path, save | {"keep_products": 1}, shard_group=2),
+        "save, keep, offload": base_settings(tmp_path, offload | {"keep_products": BLOCKS}, shard_group=2),
     }
     results = run_ranks(2, steps, config, settings, adapter_settings(tmp_path))[-1]
     assert_same_bits(results)
@@ -162,20 +179,21 @@ def test_ranks_that_share_the_base_keep_outputs_but_no_weights(tmp_path, config)
 
 def test_blocks_are_kept_whole_on_an_unshared_base_alone(tmp_path):
     node = SimpleNamespace(size=2, local_size=2)
-    settings = base_settings(tmp_path, {"keep_blocks": 1}, shard_group=2)
-    with pytest.raises(UserError, match="keep_blocks needs shard_group 1: blocks that are not recomputed keep their"):
+    settings = base_settings(tmp_path, {"policy": "none"}, shard_group=2)
+    with pytest.raises(UserError, match="'none' needs shard_group 1: blocks that are not recomputed keep their"):
         shard_group_size(node, settings)
     zero = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
-    with pytest.raises(UserError, match="offload_param excludes .* keep_blocks"):
-        base_settings(tmp_path, {"keep_blocks": 1}, shard_group=1, **zero)
+    with pytest.raises(UserError, match="offload_param excludes .* 'none'"):
+        base_settings(tmp_path, {"policy": "none"}, shard_group=1, **zero)
 
 
 @pytest.mark.parametrize(
     "section, message",
     [
-        ({"keep_blocks": -1}, "keep_blocks is -1, expected a number of blocks"),
-        ({"keep_blocks": True}, "keep_blocks is True, expected a number of blocks"),
-        ({"keep_blocks": 1, "policy": "none"}, "policy 'none' keeps every block; remove keep_blocks"),
+        ({"keep_products": -1}, "keep_products is -1, expected a number of blocks"),
+        ({"keep_products": True}, "keep_products is True, expected a number of blocks"),
+        ({"keep_products": 1}, "keep_products keeps outputs .* set policy 'save_attention', or remove it"),
+        ({"keep_blocks": 1}, r"unknown keys \['keep_blocks'\]"),
         ({"policy": "save_attentions"}, r"expected one of \('recompute', 'save_attention', 'none'\)"),
     ],
 )
@@ -188,7 +206,7 @@ def test_sections_that_make_no_sense(tmp_path, section, message):
     "attn, section, message",
     [
         ("flex", {"policy": "save_attention"}, "'save_attention' cannot keep outputs of --attn flex"),
-        ("sdpa", {"keep_blocks": 99}, "keep_blocks is 99 and the base has 2 blocks"),
+        ("sdpa", {"policy": "save_attention", "keep_products": 99}, "keep_products is 99 and the base has 2 blocks"),
     ],
 )
 def test_what_cannot_be_kept_is_said_before_the_base_is_built(tmp_path, attn, section, message):
@@ -202,8 +220,8 @@ def test_what_cannot_be_kept_is_said_before_the_base_is_built(tmp_path, attn, se
 
 
 def test_more_blocks_than_there_are():
-    settings = ActivationSettings(keep_blocks=2)
-    with pytest.raises(UserError, match="keep_blocks is 2 and the base has 2 blocks: set it lower"):
+    settings = ActivationSettings(policy="save_attention", keep_products=3)
+    with pytest.raises(UserError, match="keep_products is 3 and the base has 2 blocks: set it lower"):
         Activations(settings, Slot(), blocks=[torch.nn.Identity(), torch.nn.Identity()])
 
 

@@ -61,7 +61,7 @@ class Sizes:
         layers: blocks; weights: of the linear layers of one block, and last: of the last of them.
         width: heads x head width.
         adapter: weights of the adapter in all blocks; in one block last_up: of its last product, ffn_adapter: of its
-            feed-forward.
+            feed-forward, attention_downs and ffn_downs: of its products of the layers' inputs.
     """
 
     layers: int
@@ -71,6 +71,8 @@ class Sizes:
     last: int
     last_up: int
     ffn_adapter: int
+    attention_downs: int
+    ffn_downs: int
 
     @classmethod
     def of(cls, config: Mapping, rank: int) -> "Sizes":
@@ -81,6 +83,7 @@ class Sizes:
             layers=shape.layers, weights=weights, width=shape.inner, adapter=shape.parameters,
             last=shape.hidden * shape.ffn, last_up=shape.hidden * rank,
             ffn_adapter=rank * (2 * shape.hidden + 3 * shape.ffn),
+            attention_downs=rank * (shape.hidden + shape.inner), ffn_downs=rank * (shape.hidden + shape.ffn),
         )  # fmt: skip
 
     def forward(self, rows: int, pairs: int) -> Work:
@@ -102,16 +105,19 @@ class Sizes:
 
     def repeated(self, settings: ActivationSettings) -> Repeated:
         """What rtcwm's own blocks repeat under an ``activation_checkpointing`` section: all but each block's last
-        product (its recompute ends with the last tensor that the gradient needs), less attention where its outputs
-        are kept. Of blocks that are kept, a feed-forward in parts repeats its first layer."""
-        kept = 1.0 if settings.policy == "none" else settings.keep_blocks / self.layers
-        parts = kept if settings.ffn_rows else 0.0
+        product (its recompute ends with the last tensor that the gradient needs), less attention where its outputs are
+        kept; of blocks whose products are kept, the adapter's small products of the layers' inputs. A feed-forward in
+        parts repeats its first layer in any case."""
+        kept = settings.keep_products / self.layers
+        again, parts = (0.0, 1.0) if settings.policy == "none" else (1.0 - kept, kept)
+        parts = parts if settings.ffn_rows else 0.0
+        downs = kept * (self.attention_downs + (0 if settings.ffn_rows else self.ffn_downs))
         block_adapter = self.adapter / self.layers
         return Repeated(
-            linear=(1 - kept) * (1 - self.last / self.weights) + parts * 2 * self.last / self.weights,
-            attention=1 - kept if settings.policy == "recompute" else 0.0,
-            adapter=(1 - kept) * (1 - self.last_up / block_adapter)
-            + parts * (self.ffn_adapter - self.last_up) / block_adapter,
+            linear=again * (1 - self.last / self.weights) + parts * 2 * self.last / self.weights,
+            attention=again if settings.policy == "recompute" else 0.0,
+            adapter=again * (1 - self.last_up / block_adapter)
+            + (parts * (self.ffn_adapter - self.last_up) + downs) / block_adapter,
         )
 
 

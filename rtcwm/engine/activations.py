@@ -4,7 +4,8 @@ Every block is checkpointed on its own, without reentry: under ZeRO-3 a block th
 weights alive until the backward pass reaches it, so that the whole base ends up gathered. torch saves nothing of the
 block then; what is kept of it (`rtcwm.engine.kept`) is handed to the recompute.
 
-Under "save_attention" that is the outputs of the block's attention as well, and the recompute runs no attention.
+Under "save_attention" that is the outputs of the block's attention as well, and the recompute runs no attention; of
+some blocks it is the outputs of linear layers too, and only elementwise work is left to repeat.
 torch's selective checkpointing could do that too, but it numbers every operation of a block, and a block whose weights
 or inputs were brought ahead in one of the two passes does not do the same ones twice.
 
@@ -12,6 +13,7 @@ The adapter is bound inside the recomputed function. A slot read from outside wo
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
@@ -21,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rtcwm.engine.carrier import Carrier
 from rtcwm.engine.copies import SideStream
-from rtcwm.engine.kept import AttentionOutputs, BlockInput, InputCopies
+from rtcwm.engine.kept import BlockInput, BlockOutputs, InputCopies
 from rtcwm.engine.settings import ActivationSettings
 from rtcwm.errors import UserError
 from rtcwm.model.lora import Adapter, Slot
@@ -33,7 +35,7 @@ class Activations:
     Attributes:
         copies: moves block inputs to host memory and back, where the section asks for that.
         carrier: brings weights of blocks, where ranks share the base or it is in host memory.
-        attention_bytes: of attention outputs kept for a recompute so far.
+        kept_bytes: of outputs of "attention" and linear layers ("products") kept for a recompute so far.
     """
 
     def __init__(
@@ -48,8 +50,8 @@ class Activations:
         self.settings = settings
         self.slot = slot
         self.copies, self.carrier = copies, carrier
-        self.attention_bytes = 0
-        self._whole = frozenset(list(blocks)[len(blocks) - settings.keep_blocks :])
+        self.kept_bytes: Counter[str] = Counter()
+        self._products = frozenset(list(blocks)[len(blocks) - settings.keep_products :])
         self._reported = False
         # The output of the last block that was run with a graph, and what was kept of that block.
         self._last: tuple[weakref.ref, weakref.ref] | None = None
@@ -73,11 +75,13 @@ class Activations:
         self._reported = True
         parts = []
         if saves:
-            if not self.attention_bytes:
+            if not self.kept_bytes["attention"]:
                 raise UserError(
                     "activation_checkpointing.policy 'save_attention' is on and no attention output was kept"
                 )
-            parts.append(f"attention outputs: {self.attention_bytes:,} bytes kept from recompute in this step")
+            parts.append(f"attention outputs: {self.kept_bytes['attention']:,} bytes kept from recompute in this step")
+        if self.settings.keep_products:
+            parts.append(f"outputs of linear layers: {self.kept_bytes['products']:,} bytes")
         if self.copies is not None:
             if not self.offloaded_bytes:
                 raise UserError("cpu_checkpointing is on and moved nothing to host memory: no block input was kept")
@@ -115,7 +119,7 @@ class Activations:
         hidden is ``[B, rows, width]``. ``rest`` is shared by all blocks, needs no gradient and stays on the device.
 
         Args:
-            save_attention: False to compute attention again although the policy is "save_attention": for graphs that
+            save_attention: False to compute everything again although the policy is "save_attention": for graphs that
                 live long and have little attention.
         """
         saves = save_attention and self.settings.policy == "save_attention"
@@ -130,10 +134,11 @@ class Activations:
             if not hidden.requires_grad:
                 # ZeRO-3 releases a block's weights in the backward pass by a hook on an input with a gradient.
                 hidden = hidden.detach().requires_grad_()
-            if self.settings.policy == "none" or block in self._whole:
+            if self.settings.policy == "none":
                 with self.slot.bind(*adapters):
                     return block(hidden, *rest)
-            outputs = AttentionOutputs(self.copies if self.settings.offload_attention else None) if saves else None
+            away = self.copies if self.settings.offload_attention else None
+            outputs = BlockOutputs(away, block in self._products) if saves else None
             kept = BlockInput(block, hidden, previous, self.copies, outputs)
 
             def forward() -> torch.Tensor:
@@ -145,7 +150,7 @@ class Activations:
 
             output = checkpoint(forward, use_reentrant=False, preserve_rng_state=False)
             kept.settle()
-            self.attention_bytes += outputs.bytes if outputs else 0
+            self.kept_bytes.update(outputs.bytes if outputs else {})
             self._last = (weakref.ref(output), weakref.ref(kept))
             return output
 

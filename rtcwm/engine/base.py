@@ -156,10 +156,9 @@ def shard_group_size(world: World, settings: BaseSettings) -> int:
             f"shard_group {size} does not divide the {world.local_size} ranks of a node ({world.size} in all); "
             f"set it in --base-config to a divisor of {world.local_size}, or to 0 for all ranks of a node"
         )
-    if settings.activations.keeps_blocks and size > 1:
-        key = "policy 'none'" if settings.activations.policy == "none" else "keep_blocks"
+    if settings.activations.policy == "none" and size > 1:
         raise UserError(
-            f"activation_checkpointing.{key} needs shard_group 1: blocks that are not recomputed keep their "
+            "activation_checkpointing.policy 'none' needs shard_group 1: blocks that are not recomputed keep their "
             f"gathered weights until the backward pass, and here {size} ranks share the base"
         )
     return size

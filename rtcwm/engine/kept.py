@@ -1,8 +1,9 @@
-"""What is kept of a block between its forward and its recompute: its input, and the outputs of its attention.
+"""What is kept of a block between its forward and its recompute: its input, the outputs of its attention and of its
+linear layers.
 
-Both may go to host memory while their block computes, and come back, as the base's weights do, while the block after
-theirs is recomputed. Which block that is differs from graph to graph, since several forward passes may be alive (the
-chunks of a rollout): each kept input knows the one that its own forward pass kept before it.
+The first two may go to host memory while their block computes, and come back, as the base's weights do, while the block
+after theirs is recomputed. Which block that is differs from graph to graph, since several forward passes may be alive
+(the chunks of a rollout): each kept input knows the one that its own forward pass kept before it.
 """
 
 import weakref
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from rtcwm.engine.copies import HostMemory, SideStream, Stored
-from rtcwm.model.prefix import KeptOutputs
+from rtcwm.model.recompute import KeptOutputs
 
 
 class InputCopies:
@@ -87,23 +88,25 @@ class Kept:
         self._await()
 
 
-class AttentionOutputs(KeptOutputs):
-    """Attention outputs of a block between forward and recompute, each a `Kept`. Their logsumexp, a sixtieth of them in
-    the release, stay on the device.
+class BlockOutputs(KeptOutputs):
+    """What a block's recompute does not compute again. Outputs of attention are each a `Kept`; their logsumexp, a
+    sixtieth of them in the release, and outputs of linear layers stay on the device.
 
     Args:
-        copies: None to keep them on the device.
+        copies: None to keep attention outputs on the device.
+        products: keep outputs of linear layers.
     """
 
-    def __init__(self, copies: InputCopies | None):
-        super().__init__()
+    def __init__(self, copies: InputCopies | None, products: bool):
+        super().__init__(products)
         self._copies = copies
 
-    def keep(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[Kept, torch.Tensor]:
-        return Kept(out, self._copies), lse
+    def keep(self, out: torch.Tensor, lse: torch.Tensor | None = None) -> tuple[Kept, torch.Tensor | None]:
+        return Kept(out, None if lse is None else self._copies), lse
 
-    def give(self, kept: tuple[Kept, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        return kept[0].get(), kept[1]
+    def give(self, kept: tuple[Kept, torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+        out, lse = kept[0].get(), kept[1]
+        return (out,) if lse is None else (out, lse)
 
     def settle(self) -> None:
         for out, _ in self.outputs:
@@ -120,7 +123,7 @@ class BlockInput:
     Args:
         previous: what the same forward pass kept of the block before.
         copies: None to keep it on the device.
-        outputs: of the block's attention, if they are kept.
+        outputs: of the block's attention and linear layers, if they are kept.
     """
 
     def __init__(
@@ -129,7 +132,7 @@ class BlockInput:
         hidden: torch.Tensor,
         previous: "BlockInput | None",
         copies: InputCopies | None,
-        outputs: AttentionOutputs | None,
+        outputs: BlockOutputs | None,
     ):
         self.block = block
         # Weak, or the last input of a pass would keep all the others on the device until the backward pass is over.

@@ -35,7 +35,7 @@ REFUSED = {
     "tensorboard": "a run writes its own events into --out",
     "train_batch_size": "it follows from the number of ranks and gradient_accumulation_steps",
 }
-ACTIVATION_KEYS = {"cpu_checkpointing", "policy", "pin_memory", "keep_blocks", "ffn_rows", "offload_attention"}
+ACTIVATION_KEYS = {"cpu_checkpointing", "policy", "pin_memory", "keep_products", "ffn_rows", "offload_attention"}
 ACTIVATION_REFUSED = (
     "partition_activations", "contiguous_memory_optimization", "number_checkpoints",
     "synchronize_checkpoint_boundary", "profile",
@@ -62,7 +62,8 @@ class ActivationSettings:
         cpu_checkpointing: keep block inputs in host memory between forward and backward.
         pin_memory: page-locked host memory for them, on GPUs; else their copies hold up the computation.
         offload_attention: with "save_attention" and ``cpu_checkpointing``, attention outputs go the same way.
-        keep_blocks: so many of the last blocks are not recomputed (unpartitioned base only): memory left over bought
+        keep_products: with "save_attention", of so many of the last blocks the outputs of linear layers are kept too
+            (H3 at 33,968 rows: 3.8 GB a block), so that their recompute is elementwise work: memory left over bought
             for speed. The last ones, because the backward pass frees theirs first.
         ffn_rows: so many rows at a time go through a feed-forward, whose two widest tensors then exist for these alone
             (H3 at 33,968 rows: 2.9 GB else, and as much for their gradients); 0 for all.
@@ -71,21 +72,16 @@ class ActivationSettings:
     policy: str = "recompute"
     cpu_checkpointing: bool = False
     pin_memory: bool = True
-    keep_blocks: int = 0
+    keep_products: int = 0
     ffn_rows: int = 0
     offload_attention: bool = False
 
-    @property
-    def keeps_blocks(self) -> bool:
-        """Whether some blocks keep all their activations, and with them the weights that their backward pass reads."""
-        return self.policy == "none" or self.keep_blocks > 0
-
     def check_blocks(self, blocks: int) -> None:
-        """Raises `UserError` where a base of this many blocks would have none left to recompute."""
-        if self.keep_blocks and self.keep_blocks >= blocks:
+        """Raises `UserError` where more blocks are asked for than the base has."""
+        if self.keep_products > blocks:
             raise UserError(
-                f"activation_checkpointing.keep_blocks is {self.keep_blocks} and the base has {blocks} blocks: set it "
-                "lower, or the policy to 'none', which recomputes no block"
+                f"activation_checkpointing.keep_products is {self.keep_products} and the base has {blocks} blocks: set "
+                "it lower"
             )
 
 
@@ -161,10 +157,10 @@ def read_base_settings(path: Path) -> BaseSettings:
     if limit is not None and (not is_number(limit) or limit <= 0):
         raise UserError(f"{path}: memory_limit_gib is {limit!r}, expected GiB of device memory, or null for no limit")
     activations = _activations(path, config)
-    if offload and activations.keeps_blocks:
+    if offload and activations.policy == "none":
         raise UserError(
-            f"{path}: offload_param excludes activation_checkpointing.policy 'none' and keep_blocks: blocks that are "
-            "not recomputed keep their weights on the device until the backward pass"
+            f"{path}: offload_param excludes activation_checkpointing.policy 'none': blocks that are not recomputed "
+            "keep their weights on the device until the backward pass"
         )
     return BaseSettings(config, group, activations, offload, pin, prefetch, blocks, limit)
 
@@ -213,7 +209,7 @@ def shipped_config(name: str) -> Path:
 
 def default_base_config(device: torch.device) -> Path:
     """The base engine's file for a device, where the user names none."""
-    return shipped_config("base_cpu" if device.type == "cpu" else "base_1x141gb")
+    return shipped_config("base_cpu" if device.type == "cpu" else "base_gpu")
 
 
 def _read(path: Path, known: set[str]) -> dict:
@@ -273,7 +269,7 @@ def _activations(path: Path, config: dict) -> ActivationSettings:
     for key in ("cpu_checkpointing", "pin_memory", "offload_attention"):
         if not isinstance(given.get(key, True), bool):
             raise UserError(f"{path}: activation_checkpointing.{key} is {given[key]!r}, expected true or false")
-    for key, what in (("keep_blocks", "blocks"), ("ffn_rows", "rows (0: all at once)")):
+    for key, what in (("keep_products", "blocks"), ("ffn_rows", "rows (0: all at once)")):
         number = given.get(key, 0)
         if not is_whole(number) or number < 0:
             raise UserError(f"{path}: activation_checkpointing.{key} is {number!r}, expected a number of {what}")
@@ -287,6 +283,9 @@ def _activations(path: Path, config: dict) -> ActivationSettings:
             f"{path}: offload_attention moves what policy 'save_attention' keeps, beside block inputs: set the policy, "
             "and cpu_checkpointing true, or remove it"
         )
-    if settings.policy == "none" and settings.keep_blocks:
-        raise UserError(f"{path}: policy 'none' keeps every block; remove keep_blocks, or choose another policy")
+    if settings.keep_products and settings.policy != "save_attention":
+        raise UserError(
+            f"{path}: keep_products keeps outputs of linear layers beside those of attention: set policy "
+            "'save_attention', or remove it"
+        )
     return settings

@@ -5,8 +5,9 @@ It takes no pass over its rows beyond the products. The small product comes firs
 matrix kernel itself (``addmm_``), which reads the sum where it writes it; so in the backward pass. The graph of a layer
 is two nodes: one saves what the backward pass needs, before anything is computed, and owns the gradient; the other
 computes. A recompute of a block ends where its last tensor is saved, and so never repeats the base's product of the
-last layer, which nothing in the block needs. A frozen weight is kept as the parameter itself: under ZeRO-3 its values
-come and go with its block, and a tensor made of it would keep them gathered.
+last layer, which nothing in the block needs; the other products may be kept (`rtcwm.model.recompute`). A frozen weight
+is kept as the parameter itself: under ZeRO-3 its values come and go with its block, and a tensor made of it would keep
+them gathered.
 
 Without a graph several adapters may be bound at once: the batch is cut into as many equal parts, in their order, and
 each part gets the low-rank term of its own adapter under one product with the base's weight (`Joint`). Two models then
@@ -20,6 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+
+from rtcwm.model.recompute import product_output
 
 
 class Layer(NamedTuple):
@@ -175,5 +178,5 @@ def without_graph() -> None:
 def adapted(x: Tensor, layer: Layer | Joint) -> Tensor:
     """The layer's output ``[..., out]`` for x ``[..., in]``; see `pending`."""
     token, compute = pending(x.flatten(0, -2), layer)
-    out = compute() if token is None else Later.apply(compute, token)
+    out = compute() if token is None else Later.apply(partial(product_output, compute), token)
     return out.unflatten(0, x.shape[:-1])

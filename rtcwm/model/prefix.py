@@ -9,30 +9,27 @@ checkpointing everything runs twice. One operator around them
   targets of spans over six chunks, whose keys lie in several pieces, have a copy of their own;
 - collects dK and dV in place: the call with the most keys goes first, and its gradient, which covers every row of a
   span of up to six chunks, becomes the buffer that the others are added to;
-- gives (out, logsumexp), all that its backward needs besides q, k and v. `KeptOutputs` keeps the two of a block from
-  its forward to its recompute, which then runs no attention kernel. At the release's 33,968 rows out is 487 MB a block,
-  24 GB for 50 blocks, the logsumexp 8 MB; what it saves is a whole attention forward a step.
+- gives (out, logsumexp), all that its backward needs besides q, k and v. `recompute.KeptOutputs` keeps the two of a
+  block from its forward to its recompute, which then runs no attention kernel. At the release's 33,968 rows out is 487
+  MB a block, 24 GB for 50 blocks, the logsumexp 8 MB; what it saves is a whole attention forward a step.
 
 The sums are in the dtype of the kernels' gradients (bf16 on GPUs). At 34,000 rows x 7,168 the five additions to dK and
 to dV move 8 GB, 2 ms a block; sums in float32 would move 19 GB and hold 2 GB where these hold 1. What bf16 sums cost in
 exactness is within the rounding of the terms, which the kernels give in bf16 anyway: see the test of that name.
 """
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rtcwm.model.kernels import Kernel
 from rtcwm.model.masks import Group
+from rtcwm.model.recompute import attention_outputs
 
 _STORES = ("all", "compact")
 _kernels: dict[str, Kernel] = {}  # an operator takes names, not functions
-_keeping: list["KeptOutputs"] = []
 
 
 def encode(calls: Sequence[Group]) -> tuple[int, ...]:
@@ -61,7 +58,7 @@ def attention(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, plan: Sequence[in
     around it.
 
     `plan` from `encode`; without one every query sees every key. A kernel without halves of its own (flex attention,
-    one wrapped by a caller) is run by its plain call, which `KeptOutputs` does not keep.
+    one wrapped by a caller) is run by its plain call, which nothing keeps.
     Raises ValueError for such a kernel with a plan.
     """
     if kernel.forward is None or kernel.backward is None:
@@ -74,65 +71,10 @@ def attention(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, plan: Sequence[in
     return torch.ops.rtcwm.prefix_attention(q, k, v, plan, kernel.name)[0]
 
 
-class KeptOutputs:
-    """(out, logsumexp) of the attention calls of one block, from its forward to its recompute.
-
-    The first `bind` records what the operator computes inside it, every later one gives it back, in the same order, in
-    place of running a kernel. Recording takes references, no copies; `keep` and `give` may be overridden to put them
-    elsewhere meanwhile. Bound by whoever recomputes, in the recomputed function: an operator cannot know whether it
-    runs for the first time.
-    """
-
-    def __init__(self) -> None:
-        self.outputs: list[Any] = []
-        self.bytes = 0
-        self._ahead: deque[Any] | None = None
-        self._recorded = False
-
-    @contextmanager
-    def bind(self) -> Iterator[None]:
-        """Inside, the operator's calls are those of this block. An exception ends it too: checkpointing stops a
-        recompute by one, as soon as nothing is missing."""
-        self._ahead = deque(self.outputs) if self._recorded else None
-        _keeping.append(self)
-        try:
-            yield
-        finally:
-            _keeping.remove(self)
-            self._recorded = True
-
-    def keep(self, out: Tensor, lse: Tensor) -> Any:
-        """What stands for a call's results until the recompute."""
-        return out, lse
-
-    def give(self, kept: Any) -> tuple[Tensor, Tensor]:
-        """The results that `keep` was given."""
-        return kept
-
-    def take(self) -> tuple[Tensor, Tensor] | None:
-        """What the next call gave in the forward; None while that is being recorded."""
-        if self._ahead is None:
-            return None
-        if not self._ahead:
-            raise RuntimeError("a recomputed block calls attention more often than its forward did")
-        return tuple(x.detach() for x in self.give(self._ahead.popleft()))
-
-    def put(self, out: Tensor, lse: Tensor) -> None:
-        # Aliases: the operator's own results get the node of the graph, which must not be held from outside of it.
-        self.outputs.append(self.keep(out.detach(), lse.detach()))
-        self.bytes += out.nbytes + lse.nbytes
-
-
 @torch.library.custom_op("rtcwm::prefix_attention", mutates_args=())
 def prefix_attention(q: Tensor, k: Tensor, v: Tensor, plan: Sequence[int], kernel: str) -> tuple[Tensor, Tensor]:
     """(out [B, Sq, H, D], logsumexp [B, H, Sq]) by the plan of `encode`; `kernel` as `attention` registered it."""
-    kept = _keeping[-1] if _keeping else None
-    if kept is not None and (outputs := kept.take()) is not None:
-        return outputs
-    outputs = _forward(q, k, v, decode(tuple(plan)), _kernels[kernel])
-    if kept is not None:
-        kept.put(*outputs)
-    return outputs
+    return attention_outputs(lambda: _forward(q, k, v, decode(tuple(plan)), _kernels[kernel]))
 
 
 @prefix_attention.register_fake

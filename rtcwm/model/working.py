@@ -67,7 +67,12 @@ class BlockSizes:
         """Bytes of all blocks' outputs of attention, where they are kept; the logsumexp is a hundredth of them."""
         return self.itemsize * self.layers * rows * self.inner
 
-    def activations(self, rows: int, blocks: int) -> int:
-        """Bytes that blocks without recompute keep: rows 4h, qkv, q, k and output 6a, feed-forward 3f."""
+    def products(self, rows: int) -> int:
+        """Bytes of the outputs of a block's linear layers before the last, where they are kept: qkv, attention's, and
+        the feed-forward's first, which one in parts computes again."""
+        return self.itemsize * rows * (3 * self.inner + self.hidden + (0 if self.ffn_rows else 2 * self.ffn))
+
+    def activations(self, rows: int) -> int:
+        """Bytes that a block without recompute keeps: rows 4h, qkv, q, k and output 6a, feed-forward 3f."""
         wide = 0 if self.ffn_rows else 3 * self.ffn
-        return self.itemsize * blocks * rows * (4 * self.hidden + 6 * self.inner + wide)
+        return self.itemsize * rows * (4 * self.hidden + 6 * self.inner + wide)

@@ -89,15 +89,17 @@ class Needs:
     def kept(self, rows: int, activations: ActivationSettings, keys: int = 0) -> dict[str, int]:
         """What blocks keep of ``rows`` rows between a forward pass and its backward pass; ``keys``: put together in a
         block, which blocks without recompute keep as well."""
-        sizes, layers = self.blocks, self.blocks.layers
-        whole = layers if activations.policy == "none" else activations.keep_blocks
-        recomputed = replace(sizes, layers=layers - whole)
+        sizes = self.blocks
+        if activations.policy == "none":
+            whole = sizes.layers * sizes.activations(rows) + 2 * sizes.outputs(keys)
+            return {"blocks without recompute": whole}
         # Of those that are in host memory, the card holds one's that is recomputed and one's that come.
-        with_outputs = replace(sizes, layers=min(2, layers - whole)) if activations.offload_attention else recomputed
+        with_outputs = replace(sizes, layers=min(2, sizes.layers)) if activations.offload_attention else sizes
         return {
-            "block inputs": 0 if activations.cpu_checkpointing else recomputed.inputs(rows),
+            "block inputs": 0 if activations.cpu_checkpointing else sizes.inputs(rows),
             "attention outputs": with_outputs.outputs(rows) if activations.policy == "save_attention" else 0,
-            "blocks without recompute": sizes.activations(rows, whole) + 2 * replace(sizes, layers=whole).outputs(keys),
+            # While all of them are there the last block is at work, and its own are counted with that.
+            "outputs of linear layers": max(0, activations.keep_products - 1) * sizes.products(rows),
         }
 
     def weights(self, shapes: Iterable[AdapterShape]) -> int:
@@ -170,9 +172,9 @@ class DistillNeeds(Needs):
         filled = 1 if self.kv_reuse else SPAN_CHUNKS - 1
         filling = batch * filled * (layout.target_chunk + layout.proxy_chunk)
         activations = self.settings.activations
-        # A rollout's graphs keep no attention outputs.
+        # A rollout's graphs keep no outputs.
         lasting = "recompute" if activations.policy == "save_attention" else activations.policy
-        one = self.kept(chunk, replace(activations, policy=lasting, offload_attention=False), keys)
+        one = self.kept(chunk, replace(activations, policy=lasting, offload_attention=False, keep_products=0), keys)
         graphs = {name: self.grad_chunks * size for name, size in one.items()}
         teacher = self.dtype.itemsize * self.teacher.parameters if self.teacher else 0
         always = {"base": self.base(), "adapters": self.weights([self.student, self.critic]) + teacher}
@@ -209,17 +211,18 @@ def _engine_alternatives(needs: Needs, adapters: list[str]) -> list[tuple[str, N
         return replace(needs, settings=replace(settings, activations=replace(activations, **changes)))
 
     found = [("--batch 1", replace(needs, batch=1))] if needs.batch > 1 else []
-    if activations.policy != "recompute" or activations.keep_blocks:
-        found.append(
-            ("policy 'recompute' in --base-config", acting(policy="recompute", keep_blocks=0, offload_attention=False))
-        )
+    if activations.policy != "recompute":
+        recompute = acting(policy="recompute", keep_products=0, offload_attention=False)
+        found.append(("policy 'recompute' in --base-config", recompute))
+    if activations.keep_products:
+        found.append(("keep_products 0 in --base-config", acting(keep_products=0)))
     if not activations.cpu_checkpointing and activations.policy != "none":
         found.append(("cpu_checkpointing in --base-config", acting(cpu_checkpointing=True)))
     if activations.policy == "save_attention" and activations.cpu_checkpointing and not activations.offload_attention:
         found.append(("offload_attention in --base-config", acting(offload_attention=True)))
     if not activations.ffn_rows:
         found.append(("ffn_rows 4096 in --base-config", acting(ffn_rows=4096)))
-    if not settings.offload and not activations.keeps_blocks:
+    if not settings.offload and activations.policy != "none":
         found.append(("offload_param in --base-config", replace(needs, settings=replace(settings, offload=True))))
     small = {}
     for name in adapters:
