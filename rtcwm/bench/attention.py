@@ -11,6 +11,7 @@ from rtcwm.bench import measure, report
 from rtcwm.bench.command import Settings
 from rtcwm.bench.inputs import Case
 from rtcwm.bench.work import span_pairs
+from rtcwm.engine.device import release
 from rtcwm.engine.world import program
 from rtcwm.errors import UserError
 from rtcwm.model.attention import make_attend
@@ -71,7 +72,7 @@ def measured(kernel: Kernel, case: Case, settings: Settings, device: torch.devic
 
     found = {"why": kernel.why}
     for name, call, work in (("forward", forward, flop), ("both", both, flop * (1 + BACKWARD))):
-        measure.release(device)
+        release(device)
         measure.reset_peaks(device)
         try:
             seconds = measure.timed(call, device, settings.warmup, settings.steps, INNER[device.type])

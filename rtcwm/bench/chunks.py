@@ -18,18 +18,13 @@ from rtcwm.bench.inputs import Case
 from rtcwm.bench.plain import PlainModel
 from rtcwm.bench.plain_stream import PlainStream, plain_rollout
 from rtcwm.bench.work import Work, chunk_passes
+from rtcwm.engine.device import synchronize
 from rtcwm.model.blocks import Run
 from rtcwm.model.kernels import Kernel
-from rtcwm.model.layout import CHUNK_LATENTS, CLIP_FRAMES, FPS, SPAN_CHUNKS
+from rtcwm.model.layout import CHUNK_LATENTS, CHUNK_SECONDS, SPAN_CHUNKS
 from rtcwm.model.lora import Adapter
 from rtcwm.model.packing import Window
 from rtcwm.model.sampler import Conditions, Noise, SamplerConfig, rollout
-
-STEADY = SPAN_CHUNKS
-"""First chunk (from 0) that does what all later ones do: its window is full, and so was that of the chunk before it."""
-
-PLAYS = CLIP_FRAMES / FPS
-"""Seconds that a chunk plays."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +78,11 @@ class Clock:
 
     def __init__(self, device: torch.device):
         self.device, self.laps = device, []
-        measure.synchronize(device)
+        synchronize(device)
         self.last = time.perf_counter()
 
     def lap(self, _chunk: int) -> None:
-        measure.synchronize(self.device)
+        synchronize(self.device)
         now = time.perf_counter()
         self.laps.append(now - self.last)
         self.last = now
@@ -135,5 +130,5 @@ def steady(seconds: Sequence[float], attention: float, work: Work, matmul: float
     least = (work.linear + work.adapter) / (matmul * 1e12) + work.attention / (attention * 1e12)
     return {
         "seconds_a_chunk": took, "least_by_ceilings": least, "share_of_ceilings": least / took,
-        "attention_tflops": attention, "plays": PLAYS, "speed": PLAYS / took,
+        "attention_tflops": attention, "plays": CHUNK_SECONDS, "speed": CHUNK_SECONDS / took,
     }  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rtcwm.bench import measure, profile, report
-from rtcwm.bench.chunks import STEADY, StreamCase, attention_ceiling, chunk_work, steady, stream_case
+from rtcwm.bench.chunks import StreamCase, attention_ceiling, chunk_work, steady, stream_case
 from rtcwm.bench.command import DistillBench, require
 from rtcwm.bench.inputs import Case, Files, random_adapter, rank_files, shared_settings
 from rtcwm.bench.plain_distill import PlainDistillation
@@ -21,6 +21,7 @@ from rtcwm.bench.work import NOTHING, WHOLE_BLOCKS, Repeated, Work, rollout_work
 from rtcwm.engine.streams import Streams
 from rtcwm.engine.world import World, program
 from rtcwm.model.adapter_files import save_adapter
+from rtcwm.model.cache import STEADY
 from rtcwm.model.kernels import Kernel
 from rtcwm.model.layout import CHUNK_LATENTS, TEACHER_LATENTS, TEXT_TAG, audio_latents, frames_of
 from rtcwm.model.matching import score_level

@@ -1,6 +1,5 @@
 """Clocks, peaks of memory, and the ceilings of the card that the figures are held against."""
 
-import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 
 from rtcwm.engine import memory
+from rtcwm.engine.device import synchronize
 
 DATA_SHEET = (("H200", 989.0), ("H100 80GB HBM3", 989.0), ("H100 PCIe", 756.0), ("A100", 312.0))
 """Dense bf16 TFLOP/s by a part of the card's name, from NVIDIA's data sheets."""
@@ -32,12 +32,6 @@ class Seconds:
         return {"median": self.median, "least": min(self.each), "most": max(self.each), "each": list(self.each)}
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def timed(function: Callable[[], object], device: torch.device, warmup: int, steps: int, inner: int = 1) -> Seconds:
     """Seconds of a call, each the mean of ``inner`` calls in a row, after ``warmup`` such rounds."""
     each = []
@@ -50,14 +44,6 @@ def timed(function: Callable[[], object], device: torch.device, warmup: int, ste
         if turn >= warmup:
             each.append((time.perf_counter() - began) / inner)
     return Seconds(tuple(each))
-
-
-def release(device: torch.device) -> None:
-    """Gives back what nothing refers to any more, so that the next side starts from an empty card."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
 
 
 def reset_peaks(device: torch.device) -> None:

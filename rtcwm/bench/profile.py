@@ -16,8 +16,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from rtcwm.bench import measure, report
+from rtcwm.bench import report
 from rtcwm.engine.checkpoint import replace_file
+from rtcwm.engine.device import synchronize
 from rtcwm.engine.world import World
 
 TOP = 25
@@ -92,11 +93,11 @@ def record(step: Callable[[], object], device: torch.device) -> Kernels:
     """Runs one step under the profiler."""
     cuda = device.type == "cuda"
     activity = ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU
-    measure.synchronize(device)
+    synchronize(device)
     with torch.profiler.profile(activities=[activity]) as profiler:
         began = time.perf_counter()
         step()
-        measure.synchronize(device)
+        synchronize(device)
         wall = time.perf_counter() - began
     sums: dict[str, tuple[float, int]] = {}
     if not cuda:

@@ -1,41 +1,15 @@
 """What a benchmark says: the machine, a table, and the same as JSON."""
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-
-from rtcwm import __version__
 from rtcwm.bench.command import Settings
 from rtcwm.engine.checkpoint import replace_file
+from rtcwm.engine.device import machine
 from rtcwm.engine.world import World
 from rtcwm.train.record import finite_or_none
-
-PACKAGES = ("deepspeed", "diffusers", "flash-attn-4", "flash-attn-3", "flash-attn", "triton")
-
-
-def machine(device: torch.device) -> dict:
-    """The card and the versions that decide speed; packages that are not there are left out."""
-    cuda = device.type == "cuda"
-    found = {
-        "card": torch.cuda.get_device_name(device) if cuda else "cpu",
-        "memory_gib": torch.cuda.get_device_properties(device).total_memory / 2**30 if cuda else None,
-        "python": sys.version.split()[0],
-        "rtcwm": __version__,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-    }
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def opening(command: str, settings: Settings, case: Mapping, world: World) -> dict:

@@ -18,6 +18,7 @@ from rtcwm.bench.plain import PlainModel
 from rtcwm.bench.traffic import Traffic
 from rtcwm.bench.work import Work
 from rtcwm.engine.base import BaseEngine
+from rtcwm.engine.device import release, synchronize
 from rtcwm.engine.world import World
 from rtcwm.errors import UserError
 from rtcwm.model.kernels import Kernel, resolve
@@ -81,7 +82,7 @@ def run_side(world: World, name: str, plan: Plan, settings: TwoSides, ceilings: 
     world.print(f"{name}: {settings.warmup} + {settings.steps} times")
     needed, done = (sum(works.values(), Work()) for works in (plan.needed, plan.done))
     found = {"needed_flop": needed.total, "done_flop": done.total, "done": vars(done)}
-    measure.release(device)
+    release(device)
     measure.reset_peaks(device)
     try:
         found |= _take_steps(world, plan, settings, ceilings)
@@ -90,7 +91,7 @@ def run_side(world: World, name: str, plan: Plan, settings: TwoSides, ceilings: 
             raise
         found |= {"failed": "out of memory", "peak": measure.peaks(device)}
         world.print(f"{name}: {str(error).splitlines()[0]}")
-    measure.release(device)
+    release(device)
     return found
 
 
@@ -151,10 +152,10 @@ def _take_steps(world: World, plan: Plan, settings: TwoSides, ceilings: Mapping[
     for turn in range(settings.warmup + settings.steps):
         if shared and turn == settings.warmup:
             shared.traffic.start()
-        measure.synchronize(world.device)
+        synchronize(world.device)
         began = time.perf_counter()
         steps.append(runner.step())
-        measure.synchronize(world.device)
+        synchronize(world.device)
         each.append(time.perf_counter() - began)
     timed = steps[settings.warmup :]
     seconds = Seconds(tuple(each[settings.warmup :]))
@@ -178,7 +179,7 @@ def _take_steps(world: World, plan: Plan, settings: TwoSides, ceilings: Mapping[
         found |= runner.extra()
     except torch.OutOfMemoryError as error:  # what was timed stands
         world.print(f"no further measurement: {str(error).splitlines()[0]}")
-    measure.release(world.device)
+    release(world.device)
     if settings.profile:
         found["kernels"] = profile.record(runner.step, world.device)
     return found

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rtcwm.bench import measure, profile, report
 from rtcwm.bench.attention import dtype_of
-from rtcwm.bench.chunks import PLAYS, STEADY, StreamCase, Streamed, attention_ceiling, chunk_work, steady, stream_case
+from rtcwm.bench.chunks import StreamCase, Streamed, attention_ceiling, chunk_work, steady, stream_case
 from rtcwm.bench.command import StreamBench
 from rtcwm.bench.inputs import Case, random_adapter, rank_files, shared_settings
 from rtcwm.bench.sides import Did, Plan, Runner, compare, plain_base, plain_kernel, run_both, sized_case, summary
@@ -23,8 +23,9 @@ from rtcwm.engine.settings import BaseSettings
 from rtcwm.engine.world import World, program
 from rtcwm.model.attention import install
 from rtcwm.model.blocks import Run
+from rtcwm.model.cache import STEADY
 from rtcwm.model.kernels import Kernel
-from rtcwm.model.layout import SPAN_CHUNKS
+from rtcwm.model.layout import CHUNK_SECONDS, SPAN_CHUNKS
 from rtcwm.model.loading import BaseSource, build_base
 from rtcwm.model.lora import Adapter, inject
 from rtcwm.model.sampler import SamplerConfig
@@ -67,7 +68,7 @@ class OurStart:
 
 def measured(world: World, settings: StreamBench, case: Case, given: StreamCase, ours: OurStart) -> dict:
     """All that the JSON file holds."""
-    result = report.opening("stream", settings, case.as_dict() | {"chunk_plays": PLAYS}, world)
+    result = report.opening("stream", settings, case.as_dict() | {"chunk_plays": CHUNK_SECONDS}, world)
     result["ceilings"] = measure.ceilings(world.device)
     world.print(f"{report.versions_line(result['machine'])}\n{case.line()}\n{ours.kernel.why}")
     works = {

@@ -32,6 +32,9 @@ from rtcwm.model.masks import Rule, sees
 from rtcwm.model.packing import PROXY, STATIC, TARGET, Layout
 from rtcwm.model.prefix import attention
 
+STEADY = SPAN_CHUNKS
+"""First chunk (from 0) that does what all later ones do: its window is full, and so was that of the chunk before it."""
+
 
 def window_start(chunk: int) -> int:
     """First chunk of the window in which `chunk` is generated; the chunk's slot is the difference."""

@@ -12,6 +12,7 @@ FPS = 24
 LATENT_FRAMES = (1, 4, 4, 4, 4)  # frames that each latent of a chunk covers
 CHUNK_LATENTS = len(LATENT_FRAMES)
 CLIP_FRAMES = sum(LATENT_FRAMES)
+CHUNK_SECONDS = CLIP_FRAMES / FPS  # that a chunk plays
 SPAN_CHUNKS = 6  # chunks a streaming model attends over: 5 of history and the one being denoised
 TEACHER_LATENTS = 37  # 124 frames, the window of the released bidirectional adapter
 

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rtcwm.bench.measure import release, synchronize
 from rtcwm.data import duv
 from rtcwm.data.clips import stored
+from rtcwm.engine.device import release, synchronize
 from rtcwm.errors import UserError
 from rtcwm.model.layout import CHUNK_LATENTS, CLIP_FRAMES, LATENT_CHANNELS, PIXELS_PER_LATENT
 from rtcwm.model.sampler import Stream

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-from rtcwm.bench.chunks import PLAYS, STEADY
-from rtcwm.bench.report import machine
 from rtcwm.engine import memory
 from rtcwm.engine.checkpoint import replace_file
+from rtcwm.engine.device import machine
 from rtcwm.errors import INTERRUPTED, UserError
-from rtcwm.model.layout import CLIP_FRAMES, PIXELS_PER_LATENT
+from rtcwm.model.cache import STEADY
+from rtcwm.model.layout import CHUNK_SECONDS, CLIP_FRAMES, PIXELS_PER_LATENT
 from rtcwm.stream.command import Settings
 from rtcwm.stream.film import GrowingFilm
 from rtcwm.stream.live import LiveStream
@@ -78,7 +78,8 @@ def stream(settings: Settings) -> int:
         print("\n".join([*plan.lines(), f"film: {settings.out}, {width}x{height}, {length}"]), flush=True)
         memory.reset_peaks(plan.device)
         with plan.load() as live, stop.heard():
-            print(f"frames follow their proxies by {live.late * PLAYS:.3f} s; a chunk plays {PLAYS:.3f} s", flush=True)
+            late = live.late * CHUNK_SECONDS
+            print(f"frames follow their proxies by {late:.3f} s; a chunk plays {CHUNK_SECONDS:.3f} s", flush=True)
             laps, last = run(plan, live, proxies, film, stop)
     except BaseException:
         film.close()
@@ -139,7 +140,7 @@ def line(laps: list[Lap], peak: float) -> str:
     waited = f", waited {lap.waited:.1f} s" if lap.waited > 0.05 else ""
     return (
         f"chunk {lap.chunk}: {lap.seconds:.3f} s (proxy {lap.proxy:.3f}, denoise {lap.denoise:.3f}, decode "
-        f"{lap.decode:.3f}, write {lap.write:.3f}{waited}), {PLAYS / lap.seconds:.2f} x real time; {told}; "
+        f"{lap.decode:.3f}, write {lap.write:.3f}{waited}), {CHUNK_SECONDS / lap.seconds:.2f} x real time; {told}; "
         f"peak {peak:.2f} GiB"
     )
 
@@ -153,9 +154,9 @@ def steady(laps: list[Lap]) -> float | None:
 def summary(settings: Settings, laps: list[Lap], last: Lap, film: GrowingFilm, stop: Stop) -> list[str]:
     """What is printed at the end."""
     took = sum(lap.seconds for lap in laps) + last.seconds
-    plays = film.frames / CLIP_FRAMES * PLAYS
+    plays = film.frames / CLIP_FRAMES * CHUNK_SECONDS
     mean = steady(laps)
-    pace = f"; steady {mean:.3f} s a chunk, {PLAYS / mean:.2f} x real time" if mean else ""
+    pace = f"; steady {mean:.3f} s a chunk, {CHUNK_SECONDS / mean:.2f} x real time" if mean else ""
     stopped = "stopped after a chunk, as asked; " if stop.asked else ""
     return [
         f"{stopped}{settings.out}: {len(laps)} chunks, {film.frames} frames, {plays:.1f} s, made in {took:.1f} s "
@@ -180,9 +181,9 @@ def report(settings: Settings, plan: Plan, laps: list[Lap], last: Lap, film: Gro
         "width": film.width,
         "frames": film.frames,
         "stopped": stop.asked,
-        "chunk_plays": PLAYS,
+        "chunk_plays": CHUNK_SECONDS,
         "chunks": [asdict(lap) | {"seconds": lap.seconds} for lap in laps],
         "last_frames": {"decode": last.decode, "write": last.write},
-        "steady": {"from_chunk": STEADY, "seconds_a_chunk": mean, "speed": PLAYS / mean} if mean else None,
+        "steady": {"from_chunk": STEADY, "seconds_a_chunk": mean, "speed": CHUNK_SECONDS / mean} if mean else None,
         "peak": memory.peaks(plan.device).row(),
     }

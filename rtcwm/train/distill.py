@@ -19,6 +19,7 @@ import torch
 from rtcwm.engine.adapter import AdapterEngine, Update
 from rtcwm.engine.average import Average
 from rtcwm.engine.base import BaseEngine
+from rtcwm.engine.device import synchronize
 from rtcwm.engine.memory import resident_gib
 from rtcwm.engine.streams import Streams
 from rtcwm.engine.world import World, program
@@ -277,8 +278,7 @@ class Timed:
         self.began = time.perf_counter()
 
     def __exit__(self, *_error: object) -> None:
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
+        synchronize(self.world.device)
         self.seconds[self.name] = time.perf_counter() - self.began
 
 
