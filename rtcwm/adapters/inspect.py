@@ -16,10 +16,10 @@ import torch
 from rtcwm.model.adapter_reader import AdapterFile, open_adapter
 from rtcwm.model.layout import CHUNK_LATENTS, SPAN_CHUNKS, TEACHER_LATENTS
 from rtcwm.model.lora import SITES, AdapterShape
+from rtcwm.model.objectives import CAUSAL_OBJECTIVES
 
 RELEASED = (50, 5376, 7168, 14336)
 """Blocks, hidden, inner and feed-forward width of the released H3."""
-CAUSAL = ("df", "tf", "dmd")
 Product = tuple[torch.Tensor, torch.Tensor]
 """scale * up and down of a site, fp64."""
 
@@ -102,7 +102,7 @@ def wants(metadata: dict[str, str], sizes: AdapterShape) -> Iterator[str]:
     else:
         yield f"base: not said; the sizes are {'those' if released else 'not those'} of the released H3"
     objective = metadata.get("objective")
-    causal = objective in CAUSAL or (objective == "critic" and metadata.get("teacher_kind") == "causal")
+    causal = objective in CAUSAL_OBJECTIVES or (objective == "critic" and metadata.get("teacher_kind") == "causal")
     if causal:
         span = metadata.get("span", str(SPAN_CHUNKS))
         latents = f"{int(span) * CHUNK_LATENTS} latents" if re.fullmatch(r"[1-9]\d{0,5}", span) else "not a number"

@@ -98,6 +98,11 @@ def teacher_forcing(chunks: int, level_shift: float, generator: torch.Generator)
     return Levels(sigma, weight)
 
 
+CAUSAL_OBJECTIVES = (*OBJECTIVES, "dmd")
+"""What the files of adapters that know the causal layout alone say they were trained for: these objectives, whose
+adapters take many steps a chunk, and distillation, whose students take few."""
+
+
 def keep_first_clean(levels: Levels) -> Levels:
     """The same levels with chunk 0 clean and out of the loss; where it alone was learnt, chunk 1 takes its place."""
     sigma, weight = levels.sigma.clone(), levels.weight.clone()

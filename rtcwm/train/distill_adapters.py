@@ -7,14 +7,12 @@ from rtcwm.model.adapter_files import read_metadata
 from rtcwm.model.layout import SPAN_CHUNKS
 from rtcwm.model.loading import BaseSource
 from rtcwm.model.lora import AdapterShape
+from rtcwm.model.objectives import CAUSAL_OBJECTIVES, OBJECTIVES
 from rtcwm.train import preflight
 from rtcwm.train.config import DistillConfig
 
 DF_LEVEL_SHIFT = 3.0
 """Shift of the levels of diffusion forcing, where a student's file does not tell it."""
-
-CAUSAL_OBJECTIVES = ("df", "tf", "dmd")
-"""Objectives of adapters that know the causal layout alone."""
 
 
 def check_adapters(
@@ -89,7 +87,7 @@ def _check_teacher(config: DistillConfig, source: BaseSource, codec: str | None)
 
 def level_shift(student: str) -> float:
     metadata = read_metadata(Path(student))
-    return float(metadata["shift"]) if metadata.get("objective") in ("df", "tf") else DF_LEVEL_SHIFT
+    return float(metadata["shift"]) if metadata.get("objective") in OBJECTIVES else DF_LEVEL_SHIFT
 
 
 def _causal_layout(config: DistillConfig) -> dict[str, str]:

@@ -16,6 +16,7 @@ from rtcwm.engine.streams import Streams
 from rtcwm.errors import UserError
 from rtcwm.model.layout import CHUNK_LATENTS, SPAN_CHUNKS, audio_latents, frames_of
 from rtcwm.model.loading import BaseSource
+from rtcwm.model.objectives import CAUSAL_OBJECTIVES, OBJECTIVES
 from rtcwm.model.packing import Window
 from rtcwm.model.sampler import Conditions, Noise
 from rtcwm.model.schedule import SamplerConfig
@@ -24,7 +25,6 @@ from rtcwm.train.dataset import silence
 KINDS = ("teacher", "many", "few")
 """How a model is sampled: one bidirectional window; a stream of many Euler steps a chunk; a stream of few steps with
 fresh noise between them, as distillation trains it."""
-CAUSAL_OBJECTIVES = ("df", "tf")
 
 DEFAULTS: dict[str, dict[str, str]] = {
     "teacher": {"steps": "20", "shift": "3.0", "history": "clean"},
@@ -87,7 +87,7 @@ class Sampling(SamplerConfig):
 
 def usual_kind(objective: str) -> str:
     """One of `KINDS` by what an adapter's file says that it was trained for ("" where it does not)."""
-    return "few" if objective == "dmd" else "many" if objective in CAUSAL_OBJECTIVES else "teacher"
+    return "few" if objective == "dmd" else "many" if objective in OBJECTIVES else "teacher"
 
 
 def read_sampling(
@@ -126,11 +126,11 @@ def _trained(kind: str, metadata: Mapping[str, str], source: BaseSource) -> dict
     objective = metadata.get("objective", "")
     if kind == "few" and objective == "dmd":
         return {key: metadata[key] for key in ("steps", "shift", "history", "kv_reuse") if key in metadata}
-    if kind == "many" and objective in CAUSAL_OBJECTIVES:
+    if kind == "many" and objective in OBJECTIVES:
         return {key: metadata[key] for key in ("shift",) if key in metadata}
     if kind == "teacher":
         shift = {"shift": RELEASED_SHIFT} if source.config["hidden_size"] == RELEASED_WIDTH else {}
-        causal = objective in (*CAUSAL_OBJECTIVES, "dmd", "critic")
+        causal = objective in (*CAUSAL_OBJECTIVES, "critic")
         return shift if causal or "shift" not in metadata else {"shift": metadata["shift"]}
     return {}
 
