@@ -2,26 +2,29 @@
 
 import json
 import math
+import reprlib
 from pathlib import Path
 
 from rtcwm.errors import UserError
 
 
-def read_object(path: Path, expected: str) -> dict:
+def read_object(path: Path, expected: str, blank: bool = False) -> dict:
     """The object that a JSON file holds.
 
     Args:
         path: the file; expected: what it should hold, for the message.
+        blank: whether a file without a word, or `null`, counts as an empty object.
 
     Raises:
         UserError: it cannot be read, or holds something else.
     """
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
+        text = path.read_text()
+        found = {} if blank and text.strip() in ("", "null") else json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}), expected {expected}") from error
     if not isinstance(found, dict):
-        raise UserError(f"{path} holds {found!r}, expected {expected}")
+        raise UserError(f"{path} holds {reprlib.repr(found)}, expected {expected}")
     return found
 
 

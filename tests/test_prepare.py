@@ -303,6 +303,8 @@ FAULTS = [
     (lambda folder, other: (folder / "proxy" / "duv.mp4").unlink(), "has no proxy"),
     (lambda folder, other: (folder / "target" / "anchor.png").write_bytes(b"x"), "anchor.png cannot be read"),
     (lambda folder, other: (folder / "clip_report.json").write_text('{"taxonomy": "standard11"}'), "standard11"),
+    (lambda folder, other: (folder / "clip_report.json").write_text("[" * 9999), "not valid JSON .*mend or remove it"),
+    (lambda folder, other: (folder / "clip_report.json").write_text("[1]"), r"holds \[1\], expected an object"),
     (lambda folder, other: (folder / "prompt.txt").write_bytes(b"\xff"), "cannot be read as a caption"),
     (lambda folder, other: shutil.copytree(folder, folder.parent / "again" / folder.name), "2 clips have this id"),
 ]

@@ -22,6 +22,7 @@ from rtcwm.prepare.settings import TARGET_MULTIPLE, VERSION, Settings, starts_of
 from rtcwm.prepare.text import TextEncoder
 from rtcwm.prepare.vae import VideoCodec, finite
 from rtcwm.prepare.video import Film, probe, psnr, read, read_picture, scaled
+from rtcwm.strict_json import read_object
 
 try:
     from PIL import Image
@@ -148,8 +149,8 @@ def measure(job: Job, settings: Settings) -> tuple[Film, Film | Conditions, int,
                 "or --proxy-size); DUV cannot be scaled as a picture: encode it again from depth and ids"
             )
         if source.report:
-            told = read_report(source.report)
-            check_report(told or {}, str(source.report))
+            told = read_object(source.report, "an object, the clip's report: mend or remove it", blank=True)
+            check_report(told, str(source.report))
             notes = notes if told else (*notes, f"{source.report.name} is empty: passed over")
     elif proxy.height % height or proxy.width % width:
         raise UserError(
@@ -214,18 +215,6 @@ def read_anchor(path: Path, frame: np.ndarray) -> tuple[np.ndarray, tuple[str, .
     if decibels < FAR_FROM_FRAME_DB:
         notes.append(f"the anchor is unlike frame 0 (PSNR {decibels:.1f} dB)")
     return anchor, tuple(notes)
-
-
-def read_report(path: Path) -> dict | None:
-    """A clip's report, None where it says nothing; UserError where it is something else than a JSON object."""
-    try:
-        text = path.read_text()
-        found = json.loads(text) if text.strip() else None
-    except (OSError, ValueError, RecursionError) as fault:
-        raise UserError(f"{path} is not valid JSON ({fault}): mend or remove it") from fault
-    if not isinstance(found, dict | None):
-        raise UserError(f"{path} holds {type(found).__name__}, expected an object")
-    return found
 
 
 def kept_flags(folder: Path, hashes: Mapping[str, str]) -> list[dict]:
