@@ -363,6 +363,6 @@ def test_a_base_that_the_cpu_cannot_hold_is_refused(monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     check_room(world, case)
     free.available = needed
-    with pytest.raises(UserError, match=r"\(33.1B\) takes \d+ GiB in fp32.*--base embedded"):
+    with pytest.raises(UserError, match=r"\(33.1B\) in fp32 takes [\d.]+ GiB.*--base embedded"):
         check_room(world, case)
     check_room(SimpleNamespace(device=torch.device("cuda")), case)

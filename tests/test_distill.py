@@ -388,6 +388,8 @@ def test_bad_input_is_refused_before_anything_heavy(options, tmp_path):
     adapter("pair/critic_iter00004.safetensors", objective="critic", teacher_kind="released")
     accumulate = tmp_path / "accumulate.json"
     accumulate.write_text('{"gradient_accumulation_steps": 2}')
+    huge = tmp_path / "huge.json"
+    huge.write_text('{"ffn_dim": 1000000000}')
     flagged = shutil.copytree(options["clips"], tmp_path / "flagged")
     for about in flagged.glob("*/clip.json"):
         content = json.loads(about.read_text())
@@ -435,6 +437,7 @@ def test_bad_input_is_refused_before_anything_heavy(options, tmp_path):
             "accepted",
         ),
         ({"student_config": str(accumulate)}, "gradient_accumulation_steps is 2"),
+        ({"base": str(huge)}, "of host memory"),
         ({"mask_rule": "ahead1"}, "cannot reuse keys and values"),
         ({"val_clips": 6}, "hold out"),
     ]

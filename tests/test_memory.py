@@ -27,6 +27,7 @@ from rtcwm.model.lora import Adapter, AdapterShape, inject
 from rtcwm.model.packing import stock_layout, stream_layout
 from rtcwm.model.sampler import Conditions, SamplerConfig, rollout
 from rtcwm.model.working import BlockSizes
+from rtcwm.train.base_memory import host_bytes
 from rtcwm.train.memory import DistillNeeds, TrainNeeds, check, largest
 
 KERNEL = replace(resolve("sdpa", "cpu"), compiled=True)
@@ -197,8 +198,13 @@ def test_the_base_whole_and_in_parts(tmp_path):
     assert replace(needs, dtype=torch.bfloat16).base() == sum(p.nbytes for p in mixed.parameters())
     for part, buffers in run_ranks(2, shared_base, config):
         assert part + buffers == pytest.approx(train_needs(config, 2, None, None, shard=2).base(), rel=0.03)
+        shared = (config, torch.float32, False, 2, needs.settings)
+        assert host_bytes(*shared, cpu=True) == pytest.approx(part + buffers, rel=0.03)
     host = replace(needs, settings=replace(needs.settings, offload=True))
     assert host.base() == pytest.approx(buffers, rel=0.03)
+    assert host_bytes(*shared, cpu=False) == 0
+    assert host_bytes(*shared[:4], host.settings, cpu=False) == pytest.approx(part, rel=0.03)
+    assert host_bytes(*shared[:4], host.settings, cpu=True) == pytest.approx(part + buffers, rel=0.03)
 
 
 # At the released size

@@ -257,7 +257,8 @@ def test_bad_input_is_refused_before_anything_heavy(clips_root, base_config, tmp
     good = {"clips": str(clips_root), "base": str(base_config), "steps": 2, "val_clips": 1}
     (tmp_path / "empty").mkdir()
     for name, text in {"base.json": '{"shard_groups": 1}', "adapter.json": '{"clip": 1}',
-                       "three.json": '{"shard_group": 3}',
+                       "three.json": '{"shard_group": 3}', "whole.json": '{"shard_group": 1}',
+                       "huge.json": '{"ffn_dim": 1000000000}',
                        "none.json": '{"activation_checkpointing": {"policy": "none"}}'}.items():  # fmt: skip
         (tmp_path / name).write_text(text)
     truncated = tmp_path / "truncated.safetensors"
@@ -287,6 +288,11 @@ def test_bad_input_is_refused_before_anything_heavy(clips_root, base_config, tmp
         ({"attn": "fa3"}, "fa3"),
         ({"picture1": "2048"}, "picture1_2048"),
         ({"base": str(tmp_path / "nothing")}, "expected 'embedded'"),
+        ({"base": str(tmp_path / "huge.json")}, "of host memory"),
+        (
+            {"base": str(tmp_path / "huge.json"), "base_config": str(tmp_path / "whole.json")},
+            "in fp32, 2 copies of it for the 2 ranks of a machine, takes",
+        ),
         ({"warmup": 0}, "accepted"),
     ]
     options = [good | {"out": str(tmp_path / f"run{index}")} | change for index, (change, _) in enumerate(cases)]

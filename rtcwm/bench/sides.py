@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import psutil
 import torch
 
 from rtcwm.bench import measure, profile
@@ -19,6 +18,7 @@ from rtcwm.bench.traffic import Traffic
 from rtcwm.bench.work import Work
 from rtcwm.engine.base import BaseEngine
 from rtcwm.engine.device import release, synchronize
+from rtcwm.engine.memory import check_host_room
 from rtcwm.engine.world import World
 from rtcwm.errors import UserError
 from rtcwm.model.kernels import Kernel, resolve
@@ -97,13 +97,12 @@ def run_side(world: World, name: str, plan: Plan, settings: TwoSides, ceilings: 
 
 def check_room(world: World, case: Case) -> None:
     """Raises UserError where a CPU's memory cannot hold the base in fp32, before it is filled."""
-    needed, free = 4 * parameter_count(case.config), psutil.virtual_memory().available
-    require(
-        world.device.type != "cpu" or needed < free,
-        f"{case.described} takes {needed / 2**30:.0f} GiB in fp32, and {free / 2**30:.0f} GiB of this machine's "
-        "memory are free. It has no GPU: use --layers, or a smaller base: --base embedded --height 64 --width 96 "
-        "--text-rows 16",
-    )
+    if world.device.type == "cpu":
+        check_host_room(
+            4 * parameter_count(case.config),
+            f"{case.described} in fp32",
+            "there is no GPU; use --layers, or a smaller base: --base embedded --height 64 --width 96 --text-rows 16",
+        )
 
 
 def sized_case(world: World, settings: TwoSides) -> Case:

@@ -8,6 +8,7 @@ import psutil
 import torch
 
 from rtcwm.engine.world import NCCL_HEADROOM_BYTES, World
+from rtcwm.errors import UserError
 
 GIB = 2**30
 
@@ -73,6 +74,16 @@ def limit_memory(world: World, gib: float | None) -> None:
         return
     total = torch.cuda.get_device_properties(world.device).total_memory
     torch.cuda.set_per_process_memory_fraction(room_for_tensors(world, gib) / total, world.device)
+
+
+def check_host_room(needed: int, what: str, advice: str) -> None:
+    """Raises UserError where this machine's free memory cannot hold so many bytes of something."""
+    free = psutil.virtual_memory().available
+    if needed >= free:
+        raise UserError(
+            f"{what} takes {needed / GIB:.1f} GiB of host memory, and {free / GIB:.1f} GiB of this machine's are free: "
+            f"{advice}"
+        )
 
 
 def resident_gib(device: torch.device) -> float:

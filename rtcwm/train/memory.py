@@ -11,23 +11,20 @@ Sizes are bytes on one rank. Adapters of p numbers on N ranks hold 4p of weights
 moments and temporaries of 4p / N, 8p / N and 8p / N. Moments are on the card unless they are parked.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 import torch
-from torch import nn
 
 from rtcwm.engine.memory import GIB
 from rtcwm.engine.settings import ActivationSettings, AdapterSettings, BaseSettings
 from rtcwm.errors import UserError
 from rtcwm.model.cache import rollout_bytes
 from rtcwm.model.layout import SPAN_CHUNKS
-from rtcwm.model.loading import FP32_ISLAND, meta_model
 from rtcwm.model.lora import AdapterShape
 from rtcwm.model.packing import Layout
 from rtcwm.model.working import BlockSizes
+from rtcwm.train.base_memory import card_bytes
 
 BUCKET = 500_000_000
 """Numbers in the bucket that DeepSpeed averages gradients in, where a file says nothing."""
@@ -78,13 +75,8 @@ class Needs:
         return BlockSizes.of(self.config, self.dtype, self.settings.activations.ffn_rows)
 
     def base(self) -> int:
-        """The base's share of a card: whole, a part with buffers of a few blocks, or these buffers alone."""
-        blocks, others = _base_bytes(json.dumps(dict(self.config)), self.dtype, self.table)
-        whole = blocks + others
-        if self.shard == 1 and not self.settings.offload:
-            return whole
-        buffers = self.settings.device_blocks * blocks // self.config["num_layers"]
-        return buffers + (0 if self.settings.offload else whole // self.shard)
+        """The base's share of a card."""
+        return card_bytes(self.config, self.dtype, self.table, self.shard, self.settings)
 
     def kept(self, rows: int, activations: ActivationSettings, keys: int = 0) -> dict[str, int]:
         """What blocks keep of ``rows`` rows between a forward pass and its backward pass; ``keys``: put together in a
@@ -233,21 +225,6 @@ def _engine_alternatives(needs: Needs, adapters: list[str]) -> list[tuple[str, N
         ("stage 2, reduce_bucket_size 20000000 and park_moments in the adapters' files", replace(needs, **small))
     )
     return found
-
-
-@lru_cache
-def _base_bytes(config: str, dtype: torch.dtype, table: bool) -> tuple[int, int]:
-    """Of all blocks, and of everything else; the config as JSON."""
-    model = meta_model(json.loads(config))
-    if table:
-        for block in model.transformer_blocks:
-            block.adaln_proj = nn.Identity()
-    parts = {
-        name: sum(p.numel() for p in module.parameters()) * (4 if name in FP32_ISLAND else dtype.itemsize)
-        for name, module in model.named_children()
-    }
-    blocks = parts.pop("transformer_blocks")
-    return blocks, sum(parts.values())
 
 
 def largest(needs: Needs) -> Moment:

@@ -35,6 +35,7 @@ from rtcwm.model.loading import BaseSource, embedded_adapter, open_base
 from rtcwm.model.lora import Adapter, AdapterShape
 from rtcwm.model.packing import Layout, Window
 from rtcwm.train.adaln import level_grid
+from rtcwm.train.base_memory import check_host
 from rtcwm.train.config import RunConfig, require
 from rtcwm.train.dataset import load_window, start_frames
 from rtcwm.train.folder import RunFolder
@@ -98,8 +99,8 @@ class Inputs:
 
 
 def check_settings(world: World, config: RunConfig) -> tuple[BaseSource, BaseSettings, Kernel]:
-    """What needs no clips: the base engine's file, the shard group, the base's files, the attention kernel; and whether
-    the embedded clips, where they are still to be made, would do."""
+    """What needs no clips: the base engine's file, the shard group, the base's files, host memory for them, the
+    attention kernel; and whether the embedded clips, where they are still to be made, would do."""
     file = Path(config.base_config) if config.base_config else default_base_config(world.device)
     settings = read_base_settings(file)
     shard_group_size(world, settings)
@@ -117,6 +118,7 @@ def check_settings(world: World, config: RunConfig) -> tuple[BaseSource, BaseSet
             f"{most}",
         )
     settings.activations.check_blocks(source.config["num_layers"])
+    check_host(world, source, settings, level_grid(config, source) is not None)
     kernel = resolve(config.attn, world.device, config.compile)
     require(
         settings.activations.policy != "save_attention" or kernel.forward is not None,

@@ -1,0 +1,69 @@
+"""What a base takes of cards and of host memory, by formula; what a machine cannot hold is refused before it is read.
+
+A rank holds its part of a copy that its shard group shares: on its card, or in host memory where there is no card or
+``offload_param`` says so. Files of weights are read tensor by tensor and the AdaLN table's are mapped, so neither takes
+host memory that has to be free.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+from torch import nn
+
+from rtcwm.engine.base import shard_group_size
+from rtcwm.engine.memory import check_host_room
+from rtcwm.engine.settings import BaseSettings
+from rtcwm.engine.world import World
+from rtcwm.model.loading import FP32_ISLAND, BaseSource, meta_model
+
+
+def card_bytes(config: Mapping, dtype: torch.dtype, table: bool, shard: int, settings: BaseSettings) -> int:
+    """A rank's share of a base on its card (the CPU's memory is one): a whole copy, a part with buffers of a few
+    blocks, or these buffers alone.
+
+    Args:
+        config: of the base; dtype: of its blocks; table: their AdaLN comes from a table; shard: ranks that share a
+            copy.
+    """
+    blocks, others = _sizes(json.dumps(dict(config)), dtype, table)
+    if shard == 1 and not settings.offload:
+        return blocks + others
+    buffers = settings.device_blocks * blocks // config["num_layers"]
+    return buffers + (0 if settings.offload else (blocks + others) // shard)
+
+
+def host_bytes(config: Mapping, dtype: torch.dtype, table: bool, shard: int, settings: BaseSettings, cpu: bool) -> int:
+    """A rank's share of a base in host memory, which on a CPU is that of its card too. Arguments as `card_bytes`."""
+    part = sum(_sizes(json.dumps(dict(config)), dtype, table)) // shard if settings.offload else 0
+    return part + (card_bytes(config, dtype, table, shard, settings) if cpu else 0)
+
+
+def check_host(world: World, source: BaseSource, settings: BaseSettings, table: bool) -> None:
+    """Raises UserError where this machine's free memory cannot hold what its ranks keep there of the base."""
+    shard, cpu = shard_group_size(world, settings), world.device.type == "cpu"
+    dtype = torch.float32 if cpu else torch.bfloat16
+    copies = world.local_size // shard
+    change = "take a smaller base, such as --base embedded, or GPUs" if cpu else "take offload_param out of its file"
+    check_host_room(
+        world.local_size * host_bytes(source.config, dtype, table, shard, settings, cpu),
+        f"--base {source.description} in {'fp32' if cpu else 'bf16'}"
+        + (f", {copies} copies of it for the {world.local_size} ranks of a machine," if copies > 1 else ""),
+        change + (", or let ranks share a copy: shard_group 0 in --base-config" if copies > 1 else ""),
+    )
+
+
+@lru_cache
+def _sizes(config: str, dtype: torch.dtype, table: bool) -> tuple[int, int]:
+    """Bytes of all blocks, and of everything else; the config as JSON."""
+    model = meta_model(json.loads(config))
+    if table:
+        for block in model.transformer_blocks:
+            block.adaln_proj = nn.Identity()
+    parts = {
+        name: sum(p.numel() for p in module.parameters()) * (4 if name in FP32_ISLAND else dtype.itemsize)
+        for name, module in model.named_children()
+    }
+    blocks = parts.pop("transformer_blocks")
+    return blocks, sum(parts.values())
