@@ -30,7 +30,7 @@ SHORT_EDGE_2048 = 2048 // PIXELS_PER_LATENT
 
 @dataclass
 class Imported:
-    """What became of a cache."""
+    """What became of a cache; `whole` are the ids of its clips that are there, made or kept."""
 
     made: int = 0
     kept: int = 0
@@ -38,6 +38,7 @@ class Imported:
     chunks: Counter[int] = field(default_factory=Counter)
     left: Counter[int] = field(default_factory=Counter)
     episodes: set[str] = field(default_factory=set)
+    whole: set[str] = field(default_factory=set)
     notes: Counter[str] = field(default_factory=Counter)
 
 
@@ -79,7 +80,8 @@ def import_cache(source: Path, out: Path, codec: dict[str, str], episode: str = 
         raise UserError(
             f"nothing of {source} can be used; first: {found.refused[0] if found.refused else 'it is empty'}"
         )
-    clips = {path.name: manifest.clip_hash(path) for path in clip_folders(out) if whole(path)}
+    listed = [path for path in clip_folders(out) if path.name in found.whole or whole(path)]
+    clips = {path.name: manifest.clip_hash(path) for path in listed}
     manifest.write(out, {"codec": codec, "clips": clips, "imported": kind})
     return found
 
@@ -108,6 +110,7 @@ def one_clip(out: Path, clip_id: str, read: Read, codec: dict[str, str], pattern
     if whole(out / clip_id):
         found.kept += 1
         found.episodes.add(episode)
+        found.whole.add(clip_id)
         return
     sample = read()
     check(sample)
@@ -131,6 +134,7 @@ def one_clip(out: Path, clip_id: str, read: Read, codec: dict[str, str], pattern
         raise UserError(f"{sample.source}: {fault}") from fault
     found.made += 1
     found.episodes.add(episode)
+    found.whole.add(clip_id)
     found.chunks[chunks] += 1
     found.left[sample.video.shape[1] % CHUNK_LATENTS] += 1
     found.notes[note] += 1
