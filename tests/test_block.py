@@ -21,6 +21,7 @@ from rtcwm.errors import UserError
 from rtcwm.model import glue
 from rtcwm.model.attention import Full, install, resolve
 from rtcwm.model.blocks import predict_velocity
+from rtcwm.model.kernels import compiles
 from rtcwm.model.loading import SeededSource, build_base, read_config
 from rtcwm.model.lora import SITES, Adapter, AdapterShape, adapted_layers, inject
 
@@ -160,7 +161,7 @@ def test_settings_of_parts_and_compilation(tmp_path, monkeypatch):
     assert read_base_settings(file).activations.ffn_rows == 4096
     assert [resolve("sdpa", "cpu", setting).compiled for setting in ("off", "auto", "on")] == [False, False, True]
     assert "blocks: compiled" in resolve("sdpa", "cpu", "on").why
-    assert glue.compiles("auto", torch.device("cuda"))[0] == bool(find_spec("triton"))
+    assert compiles("auto", torch.device("cuda"))[0] == bool(find_spec("triton"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="--compile on needs a C[+][+] compiler"):
         resolve("sdpa", "cpu", "on")

@@ -14,37 +14,15 @@ Shapes: rows ``[B, S, width]`` (or ``[n, width]``), tables ``[m, hidden]`` of mo
 the sequence takes, ``index [S]``; cos and sin ``[S, rotated channels]``.
 """
 
-import shutil
 from collections.abc import Callable
 from functools import lru_cache
-from importlib.util import find_spec
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn.functional import pad, rms_norm, silu
 
-from rtcwm.errors import UserError
-
 Rotary = tuple[Tensor, Tensor] | None
-Compile = Literal["auto", "on", "off"]
-
-
-def compiles(setting: Compile, device: torch.device) -> tuple[bool, str]:
-    """Whether the pieces are compiled on a device, and that in words: "auto" does so on CUDA.
-
-    Raises UserError for "on" where what the compiler needs is not installed.
-    """
-    if device.type == "cuda":
-        lacking = None if find_spec("triton") else "triton, which comes with torch's builds for CUDA"
-    else:
-        lacking = None if shutil.which("g++") or shutil.which("clang++") else "a C++ compiler, such as g++"
-    if setting == "on" and lacking:
-        raise UserError(f"--compile on needs {lacking}: install it, or set --compile off")
-    compiled = setting == "on" or (setting == "auto" and device.type == "cuda" and not lacking)
-    missing = f" (there is no {lacking})" if setting == "auto" and device.type == "cuda" and lacking else ""
-    return compiled, f"elementwise pieces of blocks: {'compiled' if compiled else 'not compiled'}{missing}"
 
 
 def call(function: Callable, compiled: bool, *args: object) -> object:

@@ -1,19 +1,23 @@
-"""Dense attention kernels by name, and the choice among those that are there.
+"""Dense attention kernels by name, the choice among those that are there, and what is compiled beside them.
 
 A kernel takes q [B, Sq, H, D] and k, v [B, Sk, H, D], computes softmax(q k^T / sqrt(D)) v without a mask, and is
 differentiable. Nothing falls back in silence: a kernel asked for by name is used or is an error, and "auto" says what
 it took, by which measurement, and what it passed over.
 """
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Literal
 
 import torch
 
 from rtcwm.errors import UserError
 from rtcwm.model import dense
 from rtcwm.model.dense import Backward, Dense, DenseAttention, Forward, Unavailable
-from rtcwm.model.glue import Compile, compiles
+
+Compile = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True)
@@ -52,13 +56,30 @@ _NEVER_AUTO = ("flex",)
 
 
 def resolve(name: str, device: torch.device | str, compile: Compile = "off") -> Kernel:
-    """The kernel `name` ("auto", fa4, fa3, cudnn, fa2, sdpa, flex) for a device; `compile` as of `glue.compiles`.
+    """The kernel `name` ("auto", fa4, fa3, cudnn, fa2, sdpa, flex) for a device; `compile` as of `compiles`.
 
     Raises UserError for an unknown name and for a named kernel that cannot run there, with what to install or change.
     """
     device = torch.device(device)
     kernel, (compiled, why) = _resolve(name, device), compiles(compile, device)
     return replace(kernel, compiled=compiled, why=f"{kernel.why}; {why}")
+
+
+def compiles(setting: Compile, device: torch.device) -> tuple[bool, str]:
+    """Whether what lies between a block's matrix products is compiled on a device, and that in words: "auto" does so on
+    CUDA.
+
+    Raises UserError for "on" where what the compiler needs is not installed.
+    """
+    if device.type == "cuda":
+        lacking = None if find_spec("triton") else "triton, which comes with torch's builds for CUDA"
+    else:
+        lacking = None if shutil.which("g++") or shutil.which("clang++") else "a C++ compiler, such as g++"
+    if setting == "on" and lacking:
+        raise UserError(f"--compile on needs {lacking}: install it, or set --compile off")
+    compiled = setting == "on" or (setting == "auto" and device.type == "cuda" and not lacking)
+    missing = f" (there is no {lacking})" if setting == "auto" and device.type == "cuda" and lacking else ""
+    return compiled, f"elementwise pieces of blocks: {'compiled' if compiled else 'not compiled'}{missing}"
 
 
 def _resolve(name: str, device: torch.device) -> Kernel:
