@@ -6,6 +6,7 @@ from diffusers import MiniMaxH3Transformer3DModel
 from rtcwm.model.layout import AUDIO_LATENT_CHANNELS, LATENT_CHANNELS, Geometry
 from rtcwm.model.lora import Adapter, AdapterShape
 from rtcwm.model.packing import Window
+from rtcwm.model.sampler import Noise
 
 CONFIG = dict(
     num_attention_heads=2,
@@ -72,3 +73,8 @@ def random_window(
         text_tags=torch.tensor(TEXT_TAGS),
         audio=normal(2 * audio, AUDIO_LATENT_CHANNELS),
     )
+
+
+def drawn(generator: torch.Generator) -> Noise:
+    """Noise from one generator on the CPU, in the order in which the sampler asks."""
+    return lambda kind, chunk, step, shape: torch.randn(shape, generator=generator)

@@ -16,7 +16,8 @@ from rtcwm.model import blocks
 from rtcwm.model.attention import Attend, Masked, Prefix, resolve
 from rtcwm.model.masks import boolean_mask, groups
 from rtcwm.model.packing import PROXY, STATIC, TARGET, Layout, patchify, unpatchify
-from rtcwm.model.sampler import Conditions, SamplerConfig
+from rtcwm.model.sampler import Conditions
+from rtcwm.model.schedule import SamplerConfig
 
 CPU = resolve("sdpa", "cpu")
 CHUNK_UNITS = 85.0 / 3.0  # rotary time of a chunk

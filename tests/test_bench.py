@@ -17,7 +17,7 @@ import torch
 from diffusers import MiniMaxH3Transformer3DModel
 from launch import environment
 from ranks import CONTEXT
-from small import CONFIG, random_window, small_model
+from small import CONFIG, drawn, random_window, small_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from rtcwm.bench import measure, profile, report, work
@@ -38,7 +38,8 @@ from rtcwm.model.loading import SeededSource, build_base, parameter_count, read_
 from rtcwm.model.lora import Adapter, AdapterShape, inject
 from rtcwm.model.masks import RULES, boolean_mask
 from rtcwm.model.packing import stream_layout
-from rtcwm.model.sampler import Conditions, SamplerConfig, drawn, rollout
+from rtcwm.model.sampler import Conditions, rollout
+from rtcwm.model.schedule import SamplerConfig
 
 SMALL = {"height": 64, "width": 96, "text-rows": 5, "layers": 2, "steps": 2, "warmup": 1}
 

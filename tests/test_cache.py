@@ -16,7 +16,8 @@ from rtcwm.model.cache import Piece, Place, Store, rollout_memory, window_start
 from rtcwm.model.layout import RELEASED, Geometry
 from rtcwm.model.masks import boolean_mask
 from rtcwm.model.packing import PROXY, STATIC, TARGET, stream_layout
-from rtcwm.model.sampler import Conditions, SamplerConfig, Stream, rollout
+from rtcwm.model.sampler import Conditions, Stream, rollout
+from rtcwm.model.schedule import SamplerConfig
 
 ROW_BYTES = 2 * 2 * 64 * 4  # keys and values of two blocks, 2 heads x 32 channels, float32
 CONFIGS = [SamplerConfig(steps=2), SamplerConfig(steps=2, kv_reuse=False)]

@@ -12,7 +12,7 @@ import torch
 from launch import alone, deepspeed, kill, numbers, rows, run, start
 from ranks import refusals, run_ranks
 from safetensors.torch import load_file, save_file
-from small import random_adapter
+from small import drawn, random_adapter
 
 from rtcwm.data.clips import open_clips
 from rtcwm.engine.streams import Streams
@@ -24,7 +24,8 @@ from rtcwm.model.loading import build_base, open_base
 from rtcwm.model.lora import Adapter, AdapterShape, inject
 from rtcwm.model.masks import boolean_mask
 from rtcwm.model.packing import Window
-from rtcwm.model.sampler import Conditions, SamplerConfig, drawn, rollout
+from rtcwm.model.sampler import Conditions, rollout
+from rtcwm.model.schedule import SamplerConfig
 from rtcwm.train.config import DistillConfig
 from rtcwm.train.dataset import EpochSampler, load_window
 from rtcwm.train.distill import Distiller, Draws

@@ -36,8 +36,8 @@ from rtcwm.model.loading import build_base, open_base
 from rtcwm.model.lora import Adapter, AdapterShape, inject
 from rtcwm.model.objectives import clean_from_velocity
 from rtcwm.model.packing import patchify
-from rtcwm.model.sampler import SamplerConfig, Stream, rollout
-from rtcwm.model.schedule import euler
+from rtcwm.model.sampler import Stream, rollout
+from rtcwm.model.schedule import SamplerConfig, euler
 from rtcwm.train.inference import clip_noise, conditions
 from rtcwm.train.span import SpanNoise
 from rtcwm.train.teacher import Teacher

@@ -25,7 +25,8 @@ from rtcwm.model.layout import RELEASED, SPAN_CHUNKS, TEACHER_LATENTS, audio_lat
 from rtcwm.model.loading import SeededSource, build_base, read_config
 from rtcwm.model.lora import Adapter, AdapterShape, inject
 from rtcwm.model.packing import stock_layout, stream_layout
-from rtcwm.model.sampler import Conditions, SamplerConfig, rollout
+from rtcwm.model.sampler import Conditions, rollout
+from rtcwm.model.schedule import SamplerConfig
 from rtcwm.model.working import BlockSizes
 from rtcwm.train.base_memory import host_bytes
 from rtcwm.train.memory import DistillNeeds, TrainNeeds, check, largest

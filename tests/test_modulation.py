@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors import safe_open
-from small import CONFIG, random_window
+from small import CONFIG, drawn, random_window
 
 from rtcwm.engine.base import BaseEngine
 from rtcwm.engine.settings import ActivationSettings, BaseSettings
@@ -18,8 +18,8 @@ from rtcwm.model.loading import SeededSource, build_base, open_base
 from rtcwm.model.matching import score_level
 from rtcwm.model.modulation import AdalnTable, ensure_table, grid_times, table_bytes, write_table
 from rtcwm.model.objectives import on_grid
-from rtcwm.model.sampler import Conditions, SamplerConfig, Stream, drawn
-from rtcwm.model.schedule import schedule
+from rtcwm.model.sampler import Conditions, Stream
+from rtcwm.model.schedule import SamplerConfig, schedule
 
 CPU, KERNEL = torch.device("cpu"), resolve("sdpa", "cpu")
 WIDTH = 6 * CONFIG["hidden_size"]

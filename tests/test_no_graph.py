@@ -8,7 +8,8 @@ from stream_reference import noise, request
 from rtcwm.model.attention import install, make_attend, resolve
 from rtcwm.model.blocks import predict_velocity
 from rtcwm.model.lora import AdapterShape, inject
-from rtcwm.model.sampler import SamplerConfig, Stream
+from rtcwm.model.sampler import Stream
+from rtcwm.model.schedule import SamplerConfig
 
 KERNEL = resolve("sdpa", "cpu")
 

@@ -36,7 +36,8 @@ from rtcwm.model.attention import install
 from rtcwm.model.kernels import resolve
 from rtcwm.model.loading import build_base, embedded_adapter, open_base
 from rtcwm.model.lora import AdapterShape, inject
-from rtcwm.model.sampler import SamplerConfig, rollout
+from rtcwm.model.sampler import rollout
+from rtcwm.model.schedule import SamplerConfig
 from rtcwm.prepare.run import open_models
 from rtcwm.prepare.run import run as prepare_clips
 from rtcwm.prepare.settings import Settings as Preparation

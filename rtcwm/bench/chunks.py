@@ -24,7 +24,8 @@ from rtcwm.model.kernels import Kernel
 from rtcwm.model.layout import CHUNK_LATENTS, CHUNK_SECONDS, SPAN_CHUNKS
 from rtcwm.model.lora import Adapter
 from rtcwm.model.packing import Window
-from rtcwm.model.sampler import Conditions, Noise, SamplerConfig, rollout
+from rtcwm.model.sampler import Conditions, Noise, rollout
+from rtcwm.model.schedule import SamplerConfig
 
 
 @dataclass(frozen=True)

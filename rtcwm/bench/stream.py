@@ -28,7 +28,7 @@ from rtcwm.model.kernels import Kernel
 from rtcwm.model.layout import CHUNK_SECONDS, SPAN_CHUNKS
 from rtcwm.model.loading import BaseSource, build_base
 from rtcwm.model.lora import Adapter, inject
-from rtcwm.model.sampler import SamplerConfig
+from rtcwm.model.schedule import SamplerConfig
 from rtcwm.train.adaln import level_grid, open_table
 from rtcwm.train.config import TrainConfig
 from rtcwm.train.dataset import load_window

@@ -41,9 +41,7 @@ from rtcwm.model.layout import (
 )
 from rtcwm.model.objectives import add_noise, clean_from_velocity, model_time
 from rtcwm.model.packing import PROXY, STATIC, TARGET, Window, patchify, row_times, stream_layout
-from rtcwm.model.schedule import SamplerConfig, euler, renoise, schedule
-
-__all__ = ["Conditions", "Noise", "SamplerConfig", "Stream", "drawn", "forwards", "rollout", "schedule"]
+from rtcwm.model.schedule import SamplerConfig, euler, renoise
 
 Noise = Callable[[str, int, int, tuple[int, ...]], Tensor]
 """`noise(kind, chunk, step, shape)`: standard normal float32 noise. The kinds, each asked for at most once a chunk and
@@ -65,11 +63,6 @@ class Conditions:
     def of(cls, window: Window) -> "Conditions":
         """The conditions of a training window of six chunks."""
         return cls(window.picture1, window.text, window.text_tags, window.audio, window.geometry)
-
-
-def drawn(generator: torch.Generator) -> Noise:
-    """Noise from one generator on the CPU, in the order in which the sampler asks."""
-    return lambda kind, chunk, step, shape: torch.randn(shape, generator=generator)
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,12 +256,6 @@ class Stream:
         if len(distinct) <= 1:
             self._told[key] = made
         return made
-
-
-def forwards(stops: Sequence[int]) -> int:
-    """Passes through the blocks that a rollout with these stopping steps makes: one to prepare a chunk, and its steps.
-    The first one also runs the text refiner; those that end a step run the head."""
-    return sum(stop + 2 for stop in stops)
 
 
 def rollout(

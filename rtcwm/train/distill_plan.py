@@ -11,7 +11,7 @@ from rtcwm.engine.world import World
 from rtcwm.errors import UserError
 from rtcwm.model.adapter_reader import open_adapter
 from rtcwm.model.lora import Adapter, AdapterShape
-from rtcwm.model.sampler import SamplerConfig
+from rtcwm.model.schedule import SamplerConfig
 from rtcwm.train import preflight
 from rtcwm.train.config import DistillConfig, require
 from rtcwm.train.dataset import EpochSampler, hold_out
