@@ -12,11 +12,12 @@ from safetensors.torch import save_file
 from worlds import SIZES, STARTS, change, copy_world, edit, small_world, tensors
 
 from rtcwm.data import make, manifest
-from rtcwm.data.clips import Start, open_clips, write_clip
+from rtcwm.data.clips import open_clips
 from rtcwm.data.codec import embed_text, load_codec
 from rtcwm.data.command import main_world
 from rtcwm.data.make import describe, write_world
 from rtcwm.data.world import Film, Scene
+from rtcwm.data.write import Start, write_clip
 from rtcwm.errors import UserError
 from rtcwm.model.layout import Geometry
 

@@ -53,7 +53,7 @@ def test_an_import(tmp_path, monkeypatch, capsys):
     source = write_pt(tmp_path / "cache", {name: sample(seed) for seed, name in enumerate("abc")})
     words = ("clips", "import", source, "--out", tmp_path / "clips")
     with monkeypatch.context() as patch:
-        interrupt_after(patch, "rtcwm.data.clips.save_file", 3)  # the second clip's stream is written, its start not
+        interrupt_after(patch, "rtcwm.data.write.save_file", 3)  # the second clip's stream is written, its start not
         assert rtcwm(patch, *words) == 130
     assert told(capsys) == LINE
     assert sorted(path.name for path in (tmp_path / "clips").iterdir()) == ["a", "manifest.json"]
@@ -97,7 +97,7 @@ def test_a_preparation(tmp_path, monkeypatch, capsys):
     words = ("prepare", "--out", tmp_path / "clips", "--source", tmp_path / "sources", "--model", small_h3(),
              "--device", "cpu")  # fmt: skip
     with monkeypatch.context() as patch:
-        interrupt_after(patch, "rtcwm.data.clips.save_file", 3)
+        interrupt_after(patch, "rtcwm.data.write.save_file", 3)
         assert rtcwm(patch, *words) == 130
     assert capsys.readouterr().err.splitlines()[-1] == (
         "rtcwm: interrupted; the same command goes on from here (1 clips are whole and stay)"

@@ -7,7 +7,7 @@ import pytest
 from media import planes, write_clip_folder, write_conditions
 from test_clips import small_clip
 
-from rtcwm.data.clips import LONGEST_ID
+from rtcwm.data.write import LONGEST_ID
 from rtcwm.errors import UserError
 from rtcwm.prepare.captions import text_of
 from rtcwm.prepare.folder import hash_sources

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 from small import CONFIG
 
-from rtcwm.data.clips import Start, open_clips, write_clip
+from rtcwm.data.clips import open_clips
 from rtcwm.data.codec import load_codec
+from rtcwm.data.write import Start, write_clip
 from rtcwm.errors import UserError
 from rtcwm.model import loading
 from rtcwm.model.adapter_files import load_adapter, read_metadata, save_adapter

@@ -14,8 +14,8 @@ import torch
 
 from rtcwm.bench.command import Sized, TwoSides
 from rtcwm.bench.work import Sizes
-from rtcwm.data.clips import Start, write_clip
 from rtcwm.data.world import proxy_size
+from rtcwm.data.write import Start, write_clip
 from rtcwm.engine.world import World
 from rtcwm.errors import UserError
 from rtcwm.model.layout import (

@@ -20,7 +20,8 @@ from rtcwm.curate.cached import Cached
 from rtcwm.curate.caches import Read, open_cache
 from rtcwm.curate.options import EPISODE
 from rtcwm.data import manifest
-from rtcwm.data.clips import Start, checked_id, clip_folders, read_clip, write_clip
+from rtcwm.data.clips import clip_folders, read_clip
+from rtcwm.data.write import Start, checked_id, write_clip
 from rtcwm.errors import StorageFault, UserError
 from rtcwm.model.layout import CHUNK_LATENTS, LATENT_CHANNELS, PIXELS_PER_LATENT, SPAN_CHUNKS, TEXT_TAG, VIDEO_TAG
 from rtcwm.train.config import DistillConfig

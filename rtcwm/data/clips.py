@@ -9,41 +9,19 @@
 A root `manifest.json` (:mod:`rtcwm.data.manifest`) is optional.
 """
 
-import json
 import os
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
-
 from rtcwm.data import manifest
 from rtcwm.data.headers import DESCRIPTION, flagged_chunks, latent_shape, read_description, read_start, shapes
-from rtcwm.errors import StorageFault, UserError
-from rtcwm.model.layout import CHUNK_LATENTS, CLIP_FRAMES, FPS, Geometry
+from rtcwm.errors import UserError
+from rtcwm.model.layout import CHUNK_LATENTS, CLIP_FRAMES, Geometry
 
 STREAM = "stream.safetensors"
-SAFE_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-LONGEST_ID = 200  # characters: names have 255, and a folder's is longer while it is written
-OWN_ENDS = (".json", ".png")  # of files that lie beside the clips
-
-
-@dataclass(frozen=True)
-class Start:
-    """What one start frame gives: Picture 1 `[24, 1, h, w]` (and at a 2048 short edge), text `[n, width]`, tags `[n]`
-    (0 vision rows, 1 words) and the caption."""
-
-    picture1: Tensor
-    text: Tensor
-    text_tags: Tensor
-    caption: str
-    picture1_2048: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -67,119 +45,6 @@ class Clip:
     def start_file(self, start: int) -> Path:
         """File of start frame `start`."""
         return self.path / f"start_{start}.safetensors"
-
-
-def checked_id(clip_id: str) -> str:
-    """The id; UserError unless it can name a clip's folder."""
-    if not SAFE_ID.fullmatch(clip_id):
-        raise UserError(f"the id {clip_id!r} cannot name a folder: use letters, digits, dot, dash and underscore")
-    if len(clip_id) > LONGEST_ID or clip_id.endswith(OWN_ENDS):
-        raise UserError(
-            f"the id {clip_id!r} cannot name a clip's folder: use at most {LONGEST_ID} characters, and no end of "
-            f"{' or '.join(OWN_ENDS)}"
-        )
-    return clip_id
-
-
-def write_clip(
-    root: Path,
-    clip_id: str,
-    video: Tensor,
-    proxy: Tensor,
-    starts: Mapping[int, Start],
-    episode: str,
-    codec: Mapping[str, str],
-    flagged: Sequence[Mapping[str, int | str]] = (),
-    text_encoder: Mapping[str, str] | None = None,
-    prepared: Mapping[str, object] | None = None,
-) -> Path:
-    """Write a clip folder: aside first, then renamed, so that a folder of that name is always whole, also where the
-    process is killed while it replaces an earlier one.
-
-    Args:
-        root: folder of clips, made if needed.
-        clip_id: name of the folder.
-        video: `[24, L, h, w]` normalised latents, L a multiple of 5; stored as bf16 if it is bf16, else as fp16.
-        proxy: `[24, L, ph, pw]`.
-        starts: by start frame (chunk index).
-        episode: clips of one episode are never split between training and held-out clips.
-        codec: {name, hash} of what made the latents.
-        flagged: spans that training must avoid, as in `clip.json`: {first_chunk, last_chunk (inclusive), reason}.
-        text_encoder: {name, hash} of what made the text rows.
-        prepared: what the clip was made from (hashes of its sources, settings, remarks), kept as it is.
-
-    Returns:
-        The clip's folder; one of the same name is replaced.
-
-    Raises:
-        UserError: parts that :func:`open_clips` would refuse, or a folder in its place that holds other files.
-        StorageFault: the folder cannot be written; what was there stays.
-    """
-    check_place(root / clip_id)
-    aside, final = root / f".{clip_id}.writing-{os.getpid()}", root / clip_id
-    replaced = root / f".{clip_id}.replaced-{os.getpid()}"
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir(parents=True)
-        geometry = Geometry(*video.shape[-2:], *proxy.shape[-2:])
-        save_file({"video": stored(video), "proxy": stored(proxy)}, aside / STREAM)
-        for start, given in starts.items():
-            tensors = {
-                "picture1_native": stored(given.picture1),
-                "text": stored(given.text),
-                "text_tags": given.text_tags.contiguous(),
-            }
-            if given.picture1_2048 is not None:
-                tensors["picture1_2048"] = stored(given.picture1_2048)
-            save_file(tensors, aside / f"start_{start}.safetensors", metadata={"caption": given.caption})
-        chunks = video.shape[1] // CHUNK_LATENTS
-        description = {
-            "frames": chunks * CLIP_FRAMES,
-            "fps": FPS,
-            "chunks": chunks,
-            "episode": episode,
-            "flagged": [dict(span) for span in flagged],
-            "codec": dict(codec),
-            "text_encoder": dict(text_encoder) if text_encoder else None,
-            "geometry": {name: getattr(geometry, name) for name in Geometry.__dataclass_fields__},
-        }
-        if prepared is not None:
-            description["prepared"] = dict(prepared)
-        (aside / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
-        for file in aside.iterdir():  # safetensors writes for the owner alone; other nodes' users must read too
-            file.chmod(aside.stat().st_mode & 0o666)
-        read_clip(aside)
-        if final.exists():
-            final.rename(replaced)
-        aside.rename(final)
-    except (OSError, SafetensorError) as fault:  # safetensors has its own name for a full disk
-        raise StorageFault(f"cannot write {final}: {fault}; make room, then start the same command again") from fault
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
-    return final
-
-
-def check_place(folder: Path) -> None:
-    """UserError where a clip's folder would take the place of files that are no clip's, such as the videos it is made
-    of: they would be gone."""
-    own = re.compile(rf"{re.escape(DESCRIPTION)}|{re.escape(STREAM)}|start_\d+\.safetensors|\..*")
-    try:
-        others = sorted(name for name in os.listdir(folder) if not own.fullmatch(name))
-    except FileNotFoundError:
-        return
-    except OSError as fault:
-        raise UserError(f"{folder} is in the place of a clip's folder ({fault}): move it away") from fault
-    if others:
-        raise UserError(
-            f"{folder} holds {others[0]}, which is no part of a clip and would be lost: write clips into a folder of "
-            "their own, or move it away"
-        )
-
-
-def stored(tensor: Tensor) -> Tensor:
-    """The tensor as it goes to disk: bf16 stays, everything else becomes fp16."""
-    return (tensor if tensor.dtype == torch.bfloat16 else tensor.half()).contiguous()
 
 
 def read_clip(path: Path) -> Clip:

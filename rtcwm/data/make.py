@@ -20,9 +20,10 @@ import torch
 
 from rtcwm import progress
 from rtcwm.data import duv, manifest
-from rtcwm.data.clips import Clip, Start, clip_folders, open_clips, write_clip
+from rtcwm.data.clips import Clip, clip_folders, open_clips
 from rtcwm.data.codec import TEXT_ENCODER, embed_text, load_codec
 from rtcwm.data.world import HUMAN, VERSION, Film, Scene, proxy_size
+from rtcwm.data.write import Start, write_clip
 from rtcwm.errors import UserError
 from rtcwm.model.layout import CHUNK_LATENTS, CLIP_FRAMES, FPS, SPAN_CHUNKS
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TextIO
 
 from rtcwm.data import manifest
-from rtcwm.data.clips import check_place, clip_folders, read_clip
+from rtcwm.data.clips import clip_folders, read_clip
 from rtcwm.data.headers import DESCRIPTION
+from rtcwm.data.write import check_place
 from rtcwm.errors import UserError
 from rtcwm.lock import Locked, lock
 from rtcwm.prepare.jobs import Models

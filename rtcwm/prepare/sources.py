@@ -22,7 +22,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rtcwm.data.clips import STREAM, checked_id
+from rtcwm.data.clips import STREAM
+from rtcwm.data.write import checked_id
 from rtcwm.errors import UserError
 from rtcwm.prepare.proxies import CONDITIONS, is_conditions
 

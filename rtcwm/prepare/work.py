@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rtcwm.data.clips import Start, write_clip
 from rtcwm.data.duv import FAR_METRES
 from rtcwm.data.headers import DESCRIPTION
+from rtcwm.data.write import Start, write_clip
 from rtcwm.errors import StorageFault, UserError
 from rtcwm.model.layout import CLIP_FRAMES, FPS
 from rtcwm.prepare.captions import from_start, read_caption

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rtcwm.data import duv
-from rtcwm.data.clips import stored
+from rtcwm.data.write import stored
 from rtcwm.engine.device import release, synchronize
 from rtcwm.errors import UserError
 from rtcwm.model.layout import CHUNK_LATENTS, CLIP_FRAMES, LATENT_CHANNELS, PIXELS_PER_LATENT

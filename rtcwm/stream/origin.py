@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rtcwm.data.clips import Clip, Start, read_clip, stored
+from rtcwm.data.clips import Clip, read_clip
 from rtcwm.data.codec import TEXT_DIM, embed_text, load_codec
 from rtcwm.data.world import proxy_size
+from rtcwm.data.write import Start, stored
 from rtcwm.errors import UserError
 from rtcwm.model.layout import PIXELS_PER_LATENT, Geometry
 from rtcwm.model.sampler import Conditions
