@@ -245,7 +245,7 @@ def test_two_processes_make_the_same_files_and_leave_with_a_killed_parent(tree, 
     assert not [worker for worker in psutil.wait_procs(workers, timeout=20)[1] if not ended(worker)]
     made = {str(path.parent.name): path.stat().st_ino for path in out.glob("*/clip.json")}
     with pytest.raises(SystemExit, match="1"):
-        main_prepare(out, [str(sources)], small_h3(), starts="every:1", device="cpu", check=2)
+        main_prepare(out=out, source=[str(sources)], model=small_h3(), starts="every:1", device="cpu", check=2)
     assert {name: (out / name / "clip.json").stat().st_ino for name in made} == made  # by the workers, and kept
     picture = (out / "prepare_check.png").read_bytes()
     assert content(out) == content(prepared) | {"prepare_check.png": picture}
@@ -436,7 +436,7 @@ def test_parts_that_are_damaged_or_another_models_are_named(tree, tmp_path, name
     else:
         (model / name).write_text(content)
     with pytest.raises(UserError, match=message):
-        main_prepare(tmp_path / "clips", [str(tree / "batch")], model, device="cpu")
+        main_prepare(out=tmp_path / "clips", source=[str(tree / "batch")], model=model, device="cpu")
     assert not list((tmp_path / "clips").glob("*/"))
 
 

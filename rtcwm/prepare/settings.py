@@ -17,7 +17,7 @@ LEAST_PROXY = 2 * PIXELS_PER_LATENT  # the VAE's reflecting pads need two latent
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """As `main_prepare` explains them; sizes are (height, width) in pixels, `system_prompt` is the text itself."""
+    """As `rtcwm prepare` explains them; sizes are (height, width) in pixels, `system_prompt` is the text itself."""
 
     starts: str = "first"
     size: tuple[int, int] | None = None
