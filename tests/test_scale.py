@@ -82,7 +82,7 @@ def test_two_ranks_from_one_command(base, tmp_path, monkeypatch, capsys):
     assert (out / "scale.txt").read_text().startswith("A step of diffusion forcing: base.json, 96x64")
     # Too little time for any: the table is printed all the same, and names what is left.
     assert rtcwm(monkeypatch, *words, "--seed", "1", "--minutes", "0.1") == 1
-    assert "left for the next time: distill-1, train-1, same-1x2, train-2-by2" in capsys.readouterr().out
+    assert "left for the next time: train-1, train-2-by2, same-1x2, same-2, distill-1" in capsys.readouterr().out
 
 
 def small_layers(config: dict) -> dict[str, int]:
@@ -129,10 +129,10 @@ def test_a_launch_that_hangs_says_where_and_leaves_nothing(tmp_path):
 
 def test_parts_and_their_order():
     names = [part.name for part in parts_of(8)]
-    assert names[:3] == ["distill-1", "train-1", "same-1x8"], "what runs side by side comes first"
+    assert names[:6] == ["train-1", "train-8-by8", "same-1x8", "same-8", "distill-1", "distill-8-by8"]
     assert len(names) == len(set(names)) == 13 and {"train-8-by1", "train-8-by4-live", "distill-8-by8"} < set(names)
     assert [part.name for part in chosen(parts_of(2), ["same", "train-1"])] == ["train-1", "same-1x2", "same-2"]
-    with pytest.raises(UserError, match="--only train-2: expected some of train, distill, same, distill-1"):
+    with pytest.raises(UserError, match="--only train-2: expected some of train, distill, same, train-1"):
         chosen(parts_of(2), ["train-2"])
     assert [round(train_scaling(ranks), 3) for ranks in (2, 4, 8)] == [0.95, 0.935, 0.92]
 
@@ -160,6 +160,7 @@ def test_the_table_holds_results_against_targets():
         "distill-1": timed("distill", 1, 1, 9.0, 0.0),
         "distill-2-by2": timed("distill", 2, 2, 10.0, 0.01),
         "train-2-by2-live": {"failed": "out of memory"},
+        "train-4-by4": timed("train", 4, 4, 8.0, 0.01),
     }
     lines = {line.split()[0]: " ".join(line.split()) for line in describe(results, ["same-2"]).splitlines() if line}
     assert "0.950 >= 0.950 ok" in lines["train-2-by1"] and "equal, as on 1" in lines["train-2-by1"]
@@ -167,6 +168,7 @@ def test_the_table_holds_results_against_targets():
     assert (
         "NOT AS ON 1" in lines["train-2-by2"] and " 3.00 " in lines["train-2-by2"] and "41.25" in lines["train-2-by2"]
     )
+    assert "1.188 0.935 to 1.05: ONE RANK WAS HELD UP" in lines["train-4-by4"]
     assert lines["distill-2-by2"].split()[1:] == ["5.000", "0.900", "3.00"], "the second table, by part"
     assert lines["train-2-by2-live:"] == "train-2-by2-live: FAILED: out of memory"
     assert lines["left"] == "left for the next time: same-2"

@@ -9,6 +9,7 @@ import json
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ def bench(settings: ScaleBench) -> int:
     wanted = chosen(parts_of(ranks), settings.only)
     settings.out.mkdir(parents=True, exist_ok=True)
     results = Results(settings)
-    schedule = Schedule(settings, results, ranks, end)
+    schedule = Schedule(settings, results, end)
     lacking = [part for part in wanted if not results.is_done(part)]
     print(f"{len(wanted)} parts, {len(wanted) - len(lacking)} done before; {settings.minutes:g} minutes", flush=True)
     left = schedule.run(lacking)
@@ -110,63 +111,39 @@ class Results:
 
 
 class Schedule:
-    """Runs parts on a number of devices, those of one rank side by side, until the time is up or a signal comes.
+    """Runs parts one after the other, until the time is up or a signal comes.
 
     Args:
         end: by the monotonic clock.
     """
 
-    def __init__(self, settings: ScaleBench, results: Results, ranks: int, end: float):
+    def __init__(self, settings: ScaleBench, results: Results, end: float):
         self.settings, self.results, self.end = settings, results, end - RESERVE_SECONDS
-        self._free = list(range(ranks))
-        self._running: dict[Part, tuple[threading.Thread, list[int]]] = {}
         self._stop = threading.Event()
 
     def run(self, parts: list[Part]) -> list[Part]:
         """Runs them; returns those that there was no time for."""
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-        waiting = list(parts)
+        waiting = deque(parts)
         try:
-            while self._running or (waiting and self._has_time()):
-                self._collect()
-                ready = [part for part in waiting if part.ranks <= len(self._free)]
-                if ready and self._has_time():
-                    waiting.remove(ready[0])
-                    self._start(ready[0])
-                time.sleep(0.1)
+            while waiting and not self._stop.is_set() and time.monotonic() + LEAST_SECONDS < self.end:
+                self._run_part(waiting.popleft())
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return waiting
-
-    def _has_time(self) -> bool:
-        return not self._stop.is_set() and time.monotonic() + LEAST_SECONDS < self.end
+        return list(waiting)
 
     def _on_signal(self, _number: int, _frame: object) -> None:
-        self._stop.set()  # parts that run are ended, and the table is printed
+        self._stop.set()  # the part that runs is ended, and the table is printed
 
-    def _start(self, part: Part) -> None:
-        devices, self._free = self._free[: part.ranks], self._free[part.ranks :]
-        deadline = min(self.end, time.monotonic() + self.settings.part_minutes * 60)
-        place = Place(self.settings, part, devices, deadline, self._stop)
-        thread = threading.Thread(target=self._run_part, args=(part, place))
-        self._running[part] = (thread, devices)
-        thread.start()
-
-    def _run_part(self, part: Part, place: Place) -> None:
+    def _run_part(self, part: Part) -> None:
         began = time.monotonic()
+        deadline = min(self.end, began + self.settings.part_minutes * 60)
         print(f"{part.name}: begins on {part.ranks} rank(s)", flush=True)
         try:
-            found = run_part(part, place)
+            found = run_part(part, Place(self.settings, part, deadline, self._stop))
         except Exception as error:  # noqa: BLE001 - one part that fails does not lose the others
             found = {"failed": f"{type(error).__name__}: {error}"}
         found["took"] = time.monotonic() - began
         self.results.write(part, found)
         print(f"{part.name}: {found.get('failed', 'done')} ({found['took']:.0f} s)", flush=True)
-
-    def _collect(self) -> None:
-        for part, (thread, devices) in list(self._running.items()):
-            if not thread.is_alive():
-                thread.join()
-                del self._running[part]
-                self._free = sorted(self._free + devices)

@@ -55,22 +55,28 @@ class Part:
 
 
 def parts_of(ranks: int) -> list[Part]:
-    """All parts for a number of ranks: those of one rank, which run side by side, then the others by what they tell."""
-    alone = [Part("distill", 1), Part("train", 1), Part("same", 1, of=ranks)]
-    whole = [Part("train", ranks, ranks), Part("same", ranks, ranks), Part("distill", ranks, ranks)]
+    """All parts for a number of ranks, by what they tell: a part that others are held against goes before them."""
+    train = [Part("train", 1), Part("train", ranks, ranks)]
+    same = [Part("same", 1, of=ranks), Part("same", ranks, ranks)]
+    distill = [Part("distill", 1), Part("distill", ranks, ranks)]
     copies = [Part("train", ranks), Part("train", ranks, ranks, live=True), Part("distill", ranks)]
     between = [group for group in range(2, ranks) if ranks % group == 0]
-    return alone + whole + copies + [Part("train", ranks, group, live) for group in between for live in (False, True)]
+    return (
+        train
+        + same
+        + distill
+        + copies
+        + [Part("train", ranks, group, live) for group in between for live in (False, True)]
+    )
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part runs, and until when: the settings, its devices, its deadline by the monotonic clock, and an event
-    that ends it."""
+    """Where a part runs, and until when: the settings, its deadline by the monotonic clock, and an event that ends
+    it."""
 
     settings: ScaleBench
     part: Part
-    devices: Sequence[int]
     deadline: float
     stop: threading.Event
 
@@ -80,7 +86,8 @@ class Place:
 
     def environment(self, timeout: float) -> dict[str, str]:
         """Of a launch whose ranks wait for each other for so long."""
-        cores = max(1, (os.cpu_count() or 1) // (self.settings.ranks or len(self.devices)))
+        ranks = self.settings.ranks or torch.cuda.device_count() or 1  # so that one rank has no more than several
+        cores = max(1, (os.cpu_count() or 1) // ranks)
         given = {
             "OMP_NUM_THREADS": str(cores),
             "NCCL_NVLS_ENABLE": "0",
@@ -92,10 +99,6 @@ class Place:
         given = {name: os.environ.get(name, value) for name, value in given.items()}
         if self.part.ranks == 1:
             given |= ALONE
-        if _device().type == "cuda" and self.part.ranks == 1:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            names = visible.split(",") if visible else [str(device) for device in range(1 + max(self.devices))]
-            given["CUDA_VISIBLE_DEVICES"] = ",".join(names[device] for device in self.devices)
         return given | {"RTCWM_TIMEOUT_SECONDS": str(int(timeout))}
 
     def start(self, launcher: str | None, module: str, words: Sequence[str], log: str, timeout: float) -> Child:
