@@ -4,6 +4,7 @@ import gc
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +30,8 @@ from rtcwm.model.sampler import Conditions, rollout
 from rtcwm.model.schedule import SamplerConfig
 from rtcwm.model.working import BlockSizes
 from rtcwm.train.base_memory import host_bytes
-from rtcwm.train.memory import DistillNeeds, TrainNeeds, check, largest
+from rtcwm.train.memory import DistillNeeds, TrainNeeds
+from rtcwm.train.room import check_card, check_host, largest
 
 KERNEL = replace(resolve("sdpa", "cpu"), compiled=True)
 RANK = 2
@@ -238,20 +240,20 @@ def test_shipped_settings_fit(base, ranks, grad_chunks, gigabytes, tmp_path):
     needs = released(base, tmp_path, ranks, grad_chunks=grad_chunks)
     assert largest(needs).total < gigabytes * 10**9
     limit = needs.settings.memory_limit_gib
-    assert check(needs, None if limit is None else int(limit * GIB))
+    assert check_card(needs, None if limit is None else int(limit * GIB))
 
 
 def test_what_cannot_fit_is_refused_with_what_would(tmp_path):
     needs, room = released("base_1x80gb", tmp_path), int(74.5 * GIB)
     with pytest.raises(UserError, match="needs about 108.7 GiB on a card.*and this one has 74.5 GiB") as raised:
-        check(needs, room)
+        check_card(needs, room)
     fits = replace(needs, settings=replace(needs.settings, offload=True))
     assert f"offload_param in --base-config: {largest(fits).total / GIB:.1f} GiB" in str(raised.value)
     for fewer in (1, 2, 3):
         total = largest(replace(needs, grad_chunks=fewer)).total
         assert f"--grad-chunks {fewer}: {total / GIB:.1f} GiB" in str(raised.value)
     assert "--max-chunks 8: " in str(raised.value) and "cpu_checkpointing" not in str(raised.value)
-    first, *moments = check(fits, room)
+    first, *moments = check_card(fits, room)
     assert "of 74.5 GiB, in the student's backward pass; tight" in first and len(moments) == 5
     # Each chunk less with a graph is a target chunk less, and its inputs are in host memory.
     a_chunk = 1_433_600 * (RELEASED.target_chunk + RELEASED.proxy_chunk)
@@ -284,3 +286,28 @@ def test_training_as_it_was_measured(tmp_path):
     # Those of the block at work are there anyway.
     assert one.total == largest(moved).total
     assert four.total - one.total == 3 * needs.layout.rows * (3 * 56 * 128 + 5376 + 2 * 14336) * 2
+
+
+def test_host_memory_as_it_was_measured(tmp_path):
+    """Page-locked peaks on an H200, in GiB, of which about 1 is not counted (latents, rows of the AdaLN table)."""
+    needs, world = released("base_1x80gb", tmp_path), SimpleNamespace(device=torch.device("cuda"), local_size=1)
+
+    def train(base: str, adapter: str) -> TrainNeeds:
+        return TrainNeeds(
+            needs.config, torch.bfloat16, True, 1, 1, read_base_settings(shipped_config(base)), needs.layout, 1,
+            adapter=needs.student, adapter_settings=read_adapter_settings(shipped_config(adapter)),
+        )  # fmt: skip
+
+    runs = {
+        41.1: train("base_1x80gb", "adapter"),
+        87.1: train("base_1x24gb", "adapter_24gb"),
+        10.0: released("base_8x141gb", tmp_path),
+        68.0: released("base_1x80gb_distill", tmp_path, grad_chunks=3),
+    }
+    for measured, each in runs.items():
+        assert -1 < measured - sum(each.host().values()) / GIB < 0.07 * measured + 1, measured
+    assert not check_host(train("base_gpu", "adapter"), world), "nothing leaves the card"
+    crowd = SimpleNamespace(device=torch.device("cuda"), local_size=10**6)
+    with pytest.raises(UserError, match=r"offload_param 37.49, offload_attention 22.68, cpu_checkpointing 17.01, park"):
+        check_host(runs[87.1], crowd)
+    assert check_host(runs[87.1], SimpleNamespace(device=torch.device("cpu"), local_size=1)) == []

@@ -76,14 +76,15 @@ def limit_memory(world: World, gib: float | None) -> None:
     torch.cuda.set_per_process_memory_fraction(room_for_tensors(world, gib) / total, world.device)
 
 
-def check_host_room(needed: int, what: str, advice: str) -> None:
-    """Raises UserError where this machine's free memory cannot hold so many bytes of something."""
+def check_host_room(needed: int, what: str, advice: str) -> int:
+    """Free bytes of this machine's memory. Raises UserError where they cannot hold so many of something."""
     free = psutil.virtual_memory().available
     if needed >= free:
         raise UserError(
             f"{what} takes {needed / GIB:.1f} GiB of host memory, and {free / GIB:.1f} GiB of this machine's are free: "
             f"{advice}"
         )
+    return free
 
 
 def resident_gib(device: torch.device) -> float:

@@ -40,7 +40,7 @@ def host_bytes(config: Mapping, dtype: torch.dtype, table: bool, shard: int, set
     return part + (card_bytes(config, dtype, table, shard, settings) if cpu else 0)
 
 
-def check_host(world: World, source: BaseSource, settings: BaseSettings, table: bool) -> None:
+def check_base_room(world: World, source: BaseSource, settings: BaseSettings, table: bool) -> None:
     """Raises UserError where this machine's free memory cannot hold what its ranks keep there of the base."""
     shard, cpu = shard_group_size(world, settings), world.device.type == "cpu"
     dtype = torch.float32 if cpu else torch.bfloat16

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rtcwm.data.clips import Clip
-from rtcwm.engine.memory import room_for_tensors
 from rtcwm.engine.settings import AdapterSettings, read_adapter_settings, shipped_config
 from rtcwm.engine.world import World
 from rtcwm.errors import UserError
@@ -17,8 +16,8 @@ from rtcwm.train.config import DistillConfig, require
 from rtcwm.train.dataset import EpochSampler, hold_out
 from rtcwm.train.distill_adapters import check_adapters, level_shift
 from rtcwm.train.distill_needs import distill_needs
-from rtcwm.train.memory import check
 from rtcwm.train.preflight import Inputs
+from rtcwm.train.room import check_memory
 from rtcwm.train.teacher import window_chunks
 
 
@@ -30,7 +29,7 @@ class DistillPlan:
         level_shift: of the noise levels that the student's held-out loss is measured at: those it was trained with.
         starts: (clip, start frame) whose longest rollout lies in training chunks; too_short: clips without one.
         teacher_lora, critic_lora: the files of the teacher and of the critic's start, or None.
-        joint: teacher and critic score in one pass; memory: lines on what a card has to hold.
+        joint: teacher and critic score in one pass; memory: lines on what card and host have to hold.
     """
 
     config: DistillConfig
@@ -168,7 +167,7 @@ def _plan(config: DistillConfig, inputs: Inputs) -> DistillPlan:
     teacher_shape, critic_shape = of_files
     shapes = student_shape, teacher_shape, critic_shape or teacher_shape or student_shape
     needs = distill_needs(config, inputs, shapes, engines)
-    memory = check(needs, room_for_tensors(inputs.world, inputs.base_settings.memory_limit_gib))
+    memory = check_memory(needs, inputs.world)
     return DistillPlan(
         config=config,
         inputs=inputs,
@@ -183,7 +182,7 @@ def _plan(config: DistillConfig, inputs: Inputs) -> DistillPlan:
         held_out=tuple(clip for clip in inputs.clips if clip.episode in episodes),
         too_short=too_short,
         joint=needs.joint,
-        memory=tuple(memory),
+        memory=memory,
     )
 
 

@@ -1,4 +1,4 @@
-"""Device memory that a run needs at its worst moments, by formula, before anything is built.
+"""Memory of card and host that a run needs at its worst moments, by formula, before anything is built.
 
 What lives on a card is known beforehand: the base or its part of it, adapters with their gradients and moments, keys
 and values of a rollout and of its graphs, what blocks keep for their recompute, and one block at work. Each moment of a
@@ -8,7 +8,8 @@ said, never less.
 
 Sizes are bytes on one rank. Adapters of p numbers on N ranks hold 4p of weights; in a backward pass 4p of gradients and
 4p / N of their means (ZeRO-2: the means alone) and the bucket they are averaged in; in the optimizer's step gradients,
-moments and temporaries of 4p / N, 8p / N and 8p / N. Moments are on the card unless they are parked.
+moments and temporaries of 4p / N, 8p / N and 8p / N. Moments are on the card unless they are parked. What is sent away
+from the card is in page-locked host memory, which cannot be swapped: a host that has too little kills the run.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,19 +19,15 @@ import torch
 
 from rtcwm.engine.memory import GIB
 from rtcwm.engine.settings import ActivationSettings, AdapterSettings, BaseSettings
-from rtcwm.errors import UserError
 from rtcwm.model.cache import rollout_bytes
 from rtcwm.model.layout import SPAN_CHUNKS
 from rtcwm.model.lora import AdapterShape
 from rtcwm.model.packing import Layout
 from rtcwm.model.working import BlockSizes
-from rtcwm.train.base_memory import card_bytes
+from rtcwm.train.base_memory import card_bytes, host_bytes
 
 BUCKET = 500_000_000
 """Numbers in the bucket that DeepSpeed averages gradients in, where a file says nothing."""
-
-TIGHT = 0.93
-"""Share of a card above which fragments of the allocator may be what does not fit."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +91,17 @@ class Needs:
             "outputs of linear layers": max(0, activations.keep_products - 1) * sizes.products(rows),
         }
 
+    def away(self, rows: int) -> dict[str, int]:
+        """What blocks keep of ``rows`` rows in host memory, by the key that sends it there."""
+        activations, sizes = self.settings.activations, self.blocks
+        return {
+            "cpu_checkpointing": sizes.inputs(rows) if activations.cpu_checkpointing else 0,
+            "offload_attention": sizes.outputs(rows) if activations.offload_attention else 0,
+        }
+
+    def host_base(self) -> dict[str, int]:
+        return {"offload_param": host_bytes(self.config, self.dtype, self.table, self.shard, self.settings, cpu=False)}
+
     def weights(self, shapes: Iterable[AdapterShape]) -> int:
         return sum(4 * shape.parameters for shape in shapes)
 
@@ -128,6 +136,11 @@ class TrainNeeds(Needs):
             "a block at work": self.blocks.backward(rows),
         }  # fmt: skip
         return Moment("backward pass", backward), Moment("optimizer's step", always | self.update(self.adapter))
+
+    def host(self) -> dict[str, int]:
+        """Page-locked host memory of a rank with a card, by the key or the part of the program that takes it."""
+        parked = self.moments(self.adapter) if self.adapter_settings.park_moments else 0
+        return self.host_base() | self.away(self.batch * self.layout.rows) | {"park_moments": parked}
 
     def alternatives(self) -> list[tuple[str, "Needs"]]:
         return _engine_alternatives(self, ["adapter_settings"])
@@ -188,6 +201,15 @@ class DistillNeeds(Needs):
             Moment("critic's step", always | self.update(self.critic)),
         )  # fmt: skip
 
+    def host(self) -> dict[str, int]:
+        """As of `TrainNeeds`; moments of student and critic are parked while they are not in use."""
+        graphs = replace(self.settings, activations=replace(self.settings.activations, offload_attention=False))
+        rollout = replace(self, settings=graphs).away(self.grad_chunks * self.batch * self.layout.target_chunk)
+        critic = self.away(self.batch * self.window_rows)
+        parked = self.moments(self.student) + self.moments(self.critic)
+        worst = max(rollout, critic, key=lambda parts: sum(parts.values()))
+        return self.host_base() | worst | {"parked moments": parked}
+
     def alternatives(self) -> list[tuple[str, "Needs"]]:
         fewer = [(f"--grad-chunks {k}", replace(self, grad_chunks=k)) for k in range(self.grad_chunks - 1, 0, -1)]
         short = [(f"--max-chunks {self.shortest}", replace(self, chunks=self.shortest))]
@@ -225,36 +247,3 @@ def _engine_alternatives(needs: Needs, adapters: list[str]) -> list[tuple[str, N
         ("stage 2, reduce_bucket_size 20000000 and park_moments in the adapters' files", replace(needs, **small))
     )
     return found
-
-
-def largest(needs: Needs) -> Moment:
-    """The worst moment of all."""
-    return max(needs.worst(), key=lambda moment: moment.total)
-
-
-def check(needs: Needs, room: int | None) -> list[str]:
-    """Holds a run's needs against the memory of its card.
-
-    Args:
-        room: bytes that the allocator may take; None: not known, nothing is refused.
-
-    Returns:
-        What is printed before the first step.
-
-    Raises:
-        UserError: it cannot fit; what would change that is listed with the memory it would take.
-    """
-    worst = largest(needs)
-    if room is not None and worst.total > room:
-        others = [(largest(other).total, text) for text, other in needs.alternatives()]
-        better = sorted((total, text) for total, text in others if total < worst.total)
-        listed = "; ".join(f"{text}: {total / GIB:.1f} GiB" for total, text in better)
-        raise UserError(
-            f"this run needs about {worst.total / GIB:.1f} GiB on a card, at its worst in the {worst}, and this one "
-            f"has {room / GIB:.1f} GiB. With one change alone it would be: {listed or 'no less'}"
-        )
-    tight = room is not None and worst.total > TIGHT * room
-    card = "" if room is None else f", of {room / GIB:.1f} GiB"
-    note = "; tight, PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help" if tight else ""
-    lines = [f"memory of a card, by formula: {worst.total / GIB:.2f} GiB{card}, in the {worst.name}{note}"]
-    return lines + [f"  {moment}" for moment in needs.worst()]

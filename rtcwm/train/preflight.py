@@ -35,7 +35,7 @@ from rtcwm.model.loading import BaseSource, embedded_adapter, open_base
 from rtcwm.model.lora import Adapter, AdapterShape
 from rtcwm.model.packing import Layout, Window
 from rtcwm.train.adaln import level_grid
-from rtcwm.train.base_memory import check_host
+from rtcwm.train.base_memory import check_base_room
 from rtcwm.train.config import RunConfig, require
 from rtcwm.train.dataset import load_window, start_frames
 from rtcwm.train.folder import RunFolder
@@ -118,7 +118,7 @@ def check_settings(world: World, config: RunConfig) -> tuple[BaseSource, BaseSet
             f"{most}",
         )
     settings.activations.check_blocks(source.config["num_layers"])
-    check_host(world, source, settings, level_grid(config, source) is not None)
+    check_base_room(world, source, settings, level_grid(config, source) is not None)
     kernel = resolve(config.attn, world.device, config.compile)
     require(
         settings.activations.policy != "save_attention" or kernel.forward is not None,

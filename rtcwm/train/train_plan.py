@@ -4,16 +4,16 @@ import json
 from dataclasses import asdict, dataclass
 
 from rtcwm.data.clips import Clip
-from rtcwm.engine.memory import room_for_tensors
 from rtcwm.engine.settings import AdapterSettings
 from rtcwm.engine.world import World
 from rtcwm.model.lora import Adapter, AdapterShape
 from rtcwm.train import preflight
 from rtcwm.train.config import TrainConfig
 from rtcwm.train.dataset import EpochSampler, list_samples
-from rtcwm.train.memory import TrainNeeds, check
+from rtcwm.train.memory import TrainNeeds
 from rtcwm.train.order import permutation
 from rtcwm.train.preflight import Inputs
+from rtcwm.train.room import check_memory
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class TrainPlan:
         init_lora: the adapter file to start from, or None for a new one.
         samples: (clip, first chunk of the span); held_out: clips kept from training; dropped: spans left out, by
             reason.
-        steps: planned optimizer steps; memory: lines on what a card has to hold.
+        steps: planned optimizer steps; memory: lines on what card and host have to hold.
     """
 
     config: TrainConfig
@@ -118,7 +118,7 @@ def _plan(config: TrainConfig, inputs: Inputs) -> TrainPlan:
     spans = inputs.world.size * config.batch * settings.accumulation
     steps = config.steps or max(1, round(config.epochs * len(samples) / spans))
     needs = TrainNeeds(**inputs.needs(config.batch), adapter=shape, adapter_settings=settings)
-    memory = tuple(check(needs, room_for_tensors(inputs.world, inputs.base_settings.memory_limit_gib)))
+    memory = check_memory(needs, inputs.world)
     dropped = dict(listed.dropped)
     return TrainPlan(config, inputs, init_lora, settings, shape, samples, listed.held_out, dropped, steps, memory)
 
