@@ -11,7 +11,7 @@ from rtcwm.bench import measure, report
 from rtcwm.bench.command import Settings
 from rtcwm.bench.inputs import Case
 from rtcwm.bench.work import span_pairs
-from rtcwm.engine.device import release
+from rtcwm.engine.device import compute_dtype, release
 from rtcwm.engine.world import program
 from rtcwm.errors import UserError
 from rtcwm.model.attention import make_attend
@@ -45,7 +45,7 @@ def bench(settings: Settings) -> None:
                 world.print(f"{name} is left out: {missing}")
                 continue
             world.print(f"{name} ...")
-            errors = {rule: parity(kernel, device, dtype_of(device), rule)._asdict() for rule in RULES}
+            errors = {rule: parity(kernel, device, compute_dtype(device), rule)._asdict() for rule in RULES}
             result["kernels"][name] = measured(kernel, case, settings, device) | {"parity": errors}
         world.print(kernel_table(result))
         report.write(settings.out, result)
@@ -85,15 +85,10 @@ def measured(kernel: Kernel, case: Case, settings: Settings, device: torch.devic
     return found
 
 
-def dtype_of(device: torch.device) -> torch.dtype:
-    """What blocks compute in: bf16 on a GPU, fp32 on the CPU."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
 def random_qkv(rows: int, heads: int, width: int, device: torch.device, seed: int) -> list[Tensor]:
     """q, k, v as the blocks make them, slices of one fused projection."""
     draw = torch.Generator(device).manual_seed(seed)
-    fused = torch.randn(1, rows, 3 * heads * width, generator=draw, device=device).to(dtype_of(device))
+    fused = torch.randn(1, rows, 3 * heads * width, generator=draw, device=device).to(compute_dtype(device))
     return [x.unflatten(-1, (heads, width)) for x in fused.chunk(3, dim=-1)]
 
 

@@ -13,12 +13,11 @@ from diffusers import MiniMaxH3Transformer3DModel
 from torch import Tensor
 
 from rtcwm.bench import measure
-from rtcwm.bench.attention import dtype_of
 from rtcwm.bench.inputs import Case
 from rtcwm.bench.plain import PlainModel
 from rtcwm.bench.plain_stream import PlainStream, plain_rollout
 from rtcwm.bench.work import Work, chunk_passes
-from rtcwm.engine.device import synchronize
+from rtcwm.engine.device import compute_dtype, synchronize
 from rtcwm.model.blocks import Run
 from rtcwm.model.kernels import Kernel
 from rtcwm.model.layout import CHUNK_LATENTS, CHUNK_SECONDS, SPAN_CHUNKS
@@ -118,8 +117,8 @@ def attention_ceiling(case: Case, kernel: Kernel, device: torch.device) -> float
     """Measured TFLOP/s of one dense call without a graph: rows of one chunk against keys of a full window."""
     layout, heads, width = case.layout, case.config["num_attention_heads"], case.config["attention_head_dim"]
     rows, keys = layout.target_chunk, layout.rows
-    q = torch.randn(1, rows, heads, width, device=device).to(dtype_of(device))
-    k, v = (torch.randn(1, keys, heads, width, device=device).to(dtype_of(device)) for _ in range(2))
+    q = torch.randn(1, rows, heads, width, device=device).to(compute_dtype(device))
+    k, v = (torch.randn(1, keys, heads, width, device=device).to(compute_dtype(device)) for _ in range(2))
     with torch.no_grad():
         seconds = measure.timed(lambda: kernel.fn(q, k, v), device, warmup=2, steps=5, inner=10)
     return 4 * rows * keys * heads * width / seconds.median / 1e12

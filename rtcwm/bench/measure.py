@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from rtcwm.engine import memory
-from rtcwm.engine.device import synchronize
+from rtcwm.engine.device import compute_dtype, synchronize
 
 DATA_SHEET = (("H200", 989.0), ("H100 80GB HBM3", 989.0), ("H100 PCIe", 756.0), ("A100", 312.0))
 """Dense bf16 TFLOP/s by a part of the card's name, from NVIDIA's data sheets."""
@@ -85,7 +85,7 @@ def data_sheet(device: torch.device) -> float | None:
 def matmul_ceiling(device: torch.device) -> float:
     """Measured TFLOP/s of a large square product of random numbers: bf16 on a GPU, fp32 on the CPU."""
     cuda = device.type == "cuda"
-    size, dtype = (PRODUCT, torch.bfloat16) if cuda else (PRODUCT_CPU, torch.float32)
+    size, dtype = PRODUCT if cuda else PRODUCT_CPU, compute_dtype(device)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty(size, size, device=device, dtype=dtype)
     seconds = timed(lambda: torch.mm(a, b, out=out), device, warmup=2, steps=5, inner=50 if cuda else 2)

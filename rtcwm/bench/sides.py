@@ -17,7 +17,7 @@ from rtcwm.bench.plain import PlainModel
 from rtcwm.bench.traffic import Traffic
 from rtcwm.bench.work import Work
 from rtcwm.engine.base import BaseEngine
-from rtcwm.engine.device import release, synchronize
+from rtcwm.engine.device import compute_dtype, release, synchronize
 from rtcwm.engine.memory import check_host_room
 from rtcwm.engine.world import World
 from rtcwm.errors import UserError
@@ -216,8 +216,7 @@ def plain_kernel(device: torch.device) -> Kernel:
 def plain_base(world: World, source: BaseSource) -> PlainModel:
     """The base as the obvious loop holds it: whole, on the device."""
     device = world.device
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return PlainModel(build_base(source, device, dtype), plain_kernel(device).fn)
+    return PlainModel(build_base(source, device, compute_dtype(device)), plain_kernel(device).fn)
 
 
 def summary(sides: Mapping[str, dict]) -> dict:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from rtcwm.bench import measure, profile, report
-from rtcwm.bench.attention import dtype_of
 from rtcwm.bench.chunks import StreamCase, Streamed, attention_ceiling, chunk_work, steady, stream_case
 from rtcwm.bench.command import StreamBench
 from rtcwm.bench.inputs import Case, random_adapter, rank_files, shared_settings
@@ -19,6 +18,7 @@ from rtcwm.bench.sides import Did, Plan, Runner, compare, plain_base, plain_kern
 from rtcwm.bench.work import Work
 from rtcwm.data.clips import open_clips
 from rtcwm.engine.base import BaseEngine
+from rtcwm.engine.device import compute_dtype
 from rtcwm.engine.settings import BaseSettings
 from rtcwm.engine.world import World, program
 from rtcwm.model.attention import install
@@ -124,12 +124,12 @@ class OurStreaming(_Streaming):
 
     def __init__(self, world: World, case: Case, given: StreamCase, start: OurStart, adapter: Adapter):
         super().__init__(world, case, given, start.kernel)
-        self.adapter = adapter.to(world.device, dtype_of(world.device))
+        self.adapter = adapter.to(world.device, compute_dtype(world.device))
         config, source, settings = start.config, start.source, start.settings
         table = open_table(world, config, source, level_grid(config, source), given.config.sigmas)
         if settings is None:
             stand_in = table and table.stand_in
-            self.model = build_base(source, world.device, dtype_of(world.device), adaln=stand_in)
+            self.model = build_base(source, world.device, compute_dtype(world.device), adaln=stand_in)
             self.slot = inject(self.model)
             self.run: Run = self._bound
         else:

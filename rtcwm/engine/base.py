@@ -18,6 +18,7 @@ from torch import nn
 from rtcwm.engine import carrier
 from rtcwm.engine.activations import Activations
 from rtcwm.engine.copies import HostMemory, as_bytes
+from rtcwm.engine.device import compute_dtype
 from rtcwm.engine.kept import InputCopies
 from rtcwm.engine.memory import limit_memory
 from rtcwm.engine.settings import BaseSettings
@@ -59,8 +60,7 @@ class BaseEngine:
             if settings.pin_base:
                 self._lock(unit)
 
-        dtype = torch.float32 if world.device.type == "cpu" else torch.bfloat16
-        adaln = table and table.stand_in
+        dtype, adaln = compute_dtype(world.device), table and table.stand_in
         self.model = build_base(source, world.device, dtype, reads=reads, place=partition, adaln=adaln)
         self.engine = deepspeed.initialize(model=self.model, config=config)[0]
         self.whole = self.shard_group == 1 and not settings.offload

@@ -1,4 +1,4 @@
-"""The device of a process: what it is in words, waiting for it, and giving its memory back."""
+"""The device of a process: its description, the dtype of a base on it, waiting for it, and giving its memory back."""
 
 import gc
 import sys
@@ -29,6 +29,11 @@ def machine(device: torch.device) -> dict:
         except PackageNotFoundError:
             continue
     return found
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """What a base computes in: float32 on the CPU, else bfloat16."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def synchronize(device: torch.device) -> None:

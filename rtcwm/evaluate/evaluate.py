@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from rtcwm import __version__
 from rtcwm.data.codec import Codec
+from rtcwm.engine.device import compute_dtype
 from rtcwm.errors import UserError
 from rtcwm.evaluate import report
 from rtcwm.evaluate.clips import Run, Truth, choose, codec_of
@@ -29,7 +30,7 @@ from rtcwm.model.kernels import Kernel, resolve
 from rtcwm.model.layout import CHUNK_LATENTS, CLIP_FRAMES, FPS
 from rtcwm.model.loading import BaseSource, build_base, open_base
 from rtcwm.model.lora import inject
-from rtcwm.train.inference import chosen_device, dtype_of
+from rtcwm.train.inference import chosen_device
 
 CODEC_ROW = "codec"
 REFERENCE = "frames decoded from the clip's own latents, 8 bits a value"
@@ -123,7 +124,7 @@ def evaluate(settings: Settings) -> dict:
         "chunks": plan.truth.chunks,
         "seed": settings.seed,
         "device": torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "cpu",
-        "dtype": str(dtype_of(plan.device)).removeprefix("torch."),
+        "dtype": str(compute_dtype(plan.device)).removeprefix("torch."),
         "truth": REFERENCE,
         "measures": report.measures(),
         "models": rows,
@@ -140,7 +141,7 @@ def evaluate(settings: Settings) -> dict:
 
 def stream_all(plan: Plan) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Latents [clips, 24, 5 n, h, w] by model, and the seconds that each took."""
-    base = build_base(plan.source, plan.device, dtype_of(plan.device))
+    base = build_base(plan.source, plan.device, compute_dtype(plan.device))
     install(base, plan.kernel)
     slot = inject(base)
     made, seconds = {}, {}

@@ -8,6 +8,7 @@ import torch
 from diffusers import MiniMaxH3Transformer3DModel
 
 from rtcwm.engine.base import BaseEngine
+from rtcwm.engine.device import compute_dtype
 from rtcwm.engine.settings import BaseSettings, read_base_settings
 from rtcwm.engine.world import World
 from rtcwm.errors import UserError
@@ -25,7 +26,7 @@ from rtcwm.stream.command import Opening
 from rtcwm.stream.live import LiveStream
 from rtcwm.stream.origin import Origin, open_origin
 from rtcwm.train.adaln import table_folder, takes_table
-from rtcwm.train.inference import Sampling, chosen_device, clip_noise, dtype_of, read_sampling, usual_kind
+from rtcwm.train.inference import Sampling, chosen_device, clip_noise, read_sampling, usual_kind
 from rtcwm.train.preflight import adapter_path, check_adapter
 
 
@@ -74,7 +75,7 @@ class Plan:
             )
         adapter = load_adapter(Path(self.adapter), self.source.config) if self.adapter else None
         if adapter is not None:
-            adapter.requires_grad_(False).to(self.device, dtype_of(self.device))
+            adapter.requires_grad_(False).to(self.device, compute_dtype(self.device))
         model, run = self._whole(adapter) if self.base is None else self._engine(adapter)
         install(model, self.kernel, ffn_rows=self.base.activations.ffn_rows if self.base else 0)
         noise = clip_noise(self.opening.seed, [self.origin.name])
@@ -83,7 +84,7 @@ class Plan:
 
     def _whole(self, adapter: Adapter | None) -> tuple[MiniMaxH3Transformer3DModel, Run]:
         table = self._table()
-        model = build_base(self.source, self.device, dtype_of(self.device), adaln=table and table.stand_in)
+        model = build_base(self.source, self.device, compute_dtype(self.device), adaln=table and table.stand_in)
         return model, inject(model).runner(adapter)
 
     def _engine(self, adapter: Adapter | None) -> tuple[MiniMaxH3Transformer3DModel, Run]:
@@ -97,7 +98,7 @@ class Plan:
             return None
         levels = torch.stack([*self.sampling.sigmas, self.sampling.history_level(1)])
         times = grid_times(1, [*model_time(levels).tolist(), REFERENCE_TIME, CLEAN_TIME])
-        dtype = dtype_of(self.device)
+        dtype = compute_dtype(self.device)
         paths, _ = ensure_table(table_folder(self.opening.adaln_dir), self.source, times, dtype, self.device)
         return AdalnTable(paths, self.source, dtype, self.device)
 

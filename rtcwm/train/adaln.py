@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from rtcwm.engine.device import compute_dtype
 from rtcwm.engine.world import World
 from rtcwm.model.loading import SEEDED_ON_HOST, BaseSource, parameter_count
 from rtcwm.model.modulation import AdalnTable, ensure_table, grid_times, table_bytes
@@ -46,7 +47,7 @@ def open_table(
     if grid is None:
         return None
     folder = table_folder(config.adaln_dir)
-    dtype = torch.float32 if world.device.type == "cpu" else torch.bfloat16
+    dtype = compute_dtype(world.device)
     times = grid_times(grid, model_time(levels).tolist())
     size = table_bytes(source.config, len(times), dtype)
     world.print(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rtcwm.engine.base import shard_group_size
+from rtcwm.engine.device import compute_dtype
 from rtcwm.engine.memory import check_host_room
 from rtcwm.engine.settings import BaseSettings
 from rtcwm.engine.world import World
@@ -43,11 +44,10 @@ def host_bytes(config: Mapping, dtype: torch.dtype, table: bool, shard: int, set
 def check_base_room(world: World, source: BaseSource, settings: BaseSettings, table: bool) -> None:
     """Raises UserError where this machine's free memory cannot hold what its ranks keep there of the base."""
     shard, cpu = shard_group_size(world, settings), world.device.type == "cpu"
-    dtype = torch.float32 if cpu else torch.bfloat16
     copies = world.local_size // shard
     change = "take a smaller base, such as --base embedded, or GPUs" if cpu else "take offload_param out of its file"
     check_host_room(
-        world.local_size * host_bytes(source.config, dtype, table, shard, settings, cpu),
+        world.local_size * host_bytes(source.config, compute_dtype(world.device), table, shard, settings, cpu),
         f"--base {source.description} in {'fp32' if cpu else 'bf16'}"
         + (f", {copies} copies of it for the {world.local_size} ranks of a machine," if copies > 1 else ""),
         change + (", or let ranks share a copy: shard_group 0 in --base-config" if copies > 1 else ""),

@@ -42,11 +42,6 @@ def chosen_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def dtype_of(device: torch.device) -> torch.dtype:
-    """What the base computes in, as in training: float32 on the CPU, else bfloat16."""
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
-
-
 def clip_noise(seed: int, ids: Sequence[str]) -> Noise:
     """Noise for a batch of clips: the sampler's kinds, by clip, chunk and step. Drawn on the CPU."""
     streams = Streams(seed)

@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from rtcwm import __version__
 from rtcwm.data.clips import Clip, open_clips
 from rtcwm.data.codec import TEXT_DIM, load_codec
 from rtcwm.data.make import CLIPS_AN_EPISODE, write_world
 from rtcwm.data.manifest import clip_hash
 from rtcwm.engine.base import shard_group_size
+from rtcwm.engine.device import compute_dtype
 from rtcwm.engine.settings import (
     AdapterSettings,
     BaseSettings,
@@ -84,7 +83,7 @@ class Inputs:
         """What both programs' needs of memory have in common, see `rtcwm.train.memory`."""
         world, settings = self.world, self.base_settings
         return {
-            "config": self.source.config, "dtype": torch.float32 if world.device.type == "cpu" else torch.bfloat16,
+            "config": self.source.config, "dtype": compute_dtype(world.device),
             "table": self.grid is not None, "shard": shard_group_size(world, settings), "ranks": world.size,
             "settings": settings, "layout": self.layout, "batch": batch,
         }  # fmt: skip

@@ -26,6 +26,7 @@ from rtcwm.data.clips import Clip, open_clips
 from rtcwm.data.codec import load_codec
 from rtcwm.data.make import write_world
 from rtcwm.engine.checkpoint import replace_folder
+from rtcwm.engine.device import compute_dtype
 from rtcwm.engine.streams import Streams
 from rtcwm.errors import UserError
 from rtcwm.model.attention import install
@@ -124,8 +125,7 @@ class Recipe:
     def _train_adapter(self, source: FolderSource) -> Stage:
         """Stage 2, on the base as it was written and as later programs run it; writes ``released.safetensors``."""
         config = self.config
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        model = build_base(source, self.device, dtype)
+        model = build_base(source, self.device, compute_dtype(self.device))
         install(model, resolve("sdpa", self.device))
         shape = AdapterShape.of(self.architecture, config.rank)
         adapter = Adapter(shape, config.seed).to(self.device)
