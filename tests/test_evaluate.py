@@ -448,14 +448,14 @@ def test_the_released_adapter(source, adapters, monkeypatch):
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory, clips_root, base_config):
     out = tmp_path_factory.mktemp("evaluation") / "out"
-    return Settings(out=out, model=("base=base:few,steps=2",), clips=clips_root, base=str(base_config), device="cpu")
+    return Settings(out=out, model=["base=base:few,steps=2"], clips=clips_root, base=str(base_config), device="cpu")
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(model=()), "name one with --model"),
-        (dict(model=("a=base", "a=base:few")), "given 2 times"),
+        (dict(model=[]), "name one with --model"),
+        (dict(model=["a=base", "a=base:few"]), "given 2 times"),
         (dict(chunks=9), "has 8 chunks.*--chunks 9 needs 9"),
         (dict(chunks=0), "at least 1"),
         (dict(batch=0), "--batch 0"),
@@ -475,7 +475,7 @@ def test_settings_that_cannot_be(settings, change, message, tmp_path, monkeypatc
 def test_clips_that_cannot_be(settings, tmp_path, clips_root):
     short = [clip for clip in open_clips(clips_root)][:1]
     with pytest.raises(UserError, match="window of teacher t needs 8"):
-        prepare(replace(settings, model=("t=base:teacher",), clips=late_start(tmp_path / "late", short[0])))
+        prepare(replace(settings, model=["t=base:teacher"], clips=late_start(tmp_path / "late", short[0])))
     run = write_run(tmp_path / "run", clips_root, [])
     with pytest.raises(UserError, match="held no clips out"):
         prepare(replace(settings, run=run, clips=None))

@@ -5,44 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rtcwm.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of an evaluation, as `main_evaluate` explains them."""
-
-    out: Path
-    model: tuple[str, ...]
-    run: Path | None = None
-    clips: Path | None = None
-    base: str | None = None
-    chunks: int | None = None
-    max_clips: int | None = None
-    seed: int = 0
-    batch: int | None = None
-    attn: str = "auto"
-    compile: Literal["auto", "on", "off"] = "auto"
-    device: str = "auto"
-    picture_clip: str | None = None
-    video: bool = True
-
-
-def main_evaluate(
-    out: Path,
-    model: list[str],
-    run: Path | None = None,
-    clips: Path | None = None,
-    base: str | None = None,
-    chunks: int | None = None,
-    max_clips: int | None = None,
-    seed: int = 0,
-    batch: int | None = None,
-    attn: Literal["auto", "sdpa", "cudnn", "fa4", "fa3", "fa2", "flex"] = "auto",
-    compile: Literal["auto", "on", "off"] = "auto",
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-    picture_clip: str | None = None,
-    video: bool = True,
-) -> None:
-    """Stream clips with several models and measure them against the truth: evaluate.json, .png, .mp4, TensorBoard.
+    """Which models stream which clips.
 
     Args:
         out: folder to write; files of an earlier evaluation in it are replaced.
@@ -64,11 +32,29 @@ def main_evaluate(
         picture_clip: id of the clip in the picture and the film; default: the first.
         video: write evaluate.mp4.
     """
+
+    out: Path
+    model: list[str]
+    run: Path | None = None
+    clips: Path | None = None
+    base: str | None = None
+    chunks: int | None = None
+    max_clips: int | None = None
+    seed: int = 0
+    batch: int | None = None
+    attn: Literal["auto", "sdpa", "cudnn", "fa4", "fa3", "fa2", "flex"] = "auto"
+    compile: Literal["auto", "on", "off"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    picture_clip: str | None = None
+    video: bool = True
+
+    def __post_init__(self) -> None:
+        if self.batch is not None and self.batch < 1:
+            raise UserError(f"--batch {self.batch}: expected at least 1")
+
+
+def main_evaluate(**settings) -> None:
+    """Stream clips with several models and measure them against the truth: evaluate.json, .png, .mp4, TensorBoard."""
     from rtcwm.evaluate.evaluate import evaluate
 
-    evaluate(
-        Settings(
-            out=out, model=tuple(model), run=run, clips=clips, base=base, chunks=chunks, max_clips=max_clips, seed=seed,
-            batch=batch, attn=attn, compile=compile, device=device, picture_clip=picture_clip, video=video,
-        )
-    )  # fmt: skip
+    evaluate(Settings(**settings))

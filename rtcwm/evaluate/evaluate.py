@@ -82,8 +82,6 @@ def prepare(settings: Settings) -> Plan:
             importlib.import_module(package)
         except ImportError as error:
             raise missing({"PIL": "pillow"}.get(package, package), error) from error
-    if settings.batch is not None and settings.batch < 1:
-        raise UserError(f"--batch {settings.batch}: expected at least 1")
     device = chosen_device(settings.device)
     run = Run.read(settings.run) if settings.run else None
     if run is None and settings.clips is None:
