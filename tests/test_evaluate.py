@@ -463,11 +463,13 @@ def settings(tmp_path_factory, clips_root, base_config):
         (dict(picture_clip="clip"), "not among the clips"),
         (dict(run=Path("nowhere")), "--out folder of a run"),
         (dict(base="wide.json"), "text of width 64, the base takes 32"),
+        (dict(base="huge.json"), r"--base huge.json .* in fp32 takes [\d.]+ GiB of host memory, .*--base embedded"),
     ],
 )
 def test_settings_that_cannot_be(settings, change, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("wide.json").write_text(json.dumps(CONFIG | {"text_dim": 32}))
+    Path("huge.json").write_text('{"ffn_dim": 1000000000}')  # all else is the release's
     with pytest.raises(UserError, match=message):
         prepare(replace(settings, **change))
 

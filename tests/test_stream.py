@@ -528,6 +528,12 @@ FAULTS = {
     "one step": (dict(steps=1), "set history to clean"),
     "following a clip": (dict(follow="true"), "--follow waits for files of --conditions"),
     "seed": (dict(seed=-1), "--seed -1"),
+    "a base that the host cannot hold": (
+        dict(base="{root}/huge.json", adapter="none"), r"in fp32 takes [\d.]+ GiB of host memory, .*--base embedded"
+    ),
+    "nor in a base engine": (
+        dict(base="{root}/huge.json", adapter="none", base_config=shipped_config("base_cpu")), "GiB of host memory",
+    ),
 }  # fmt: skip
 ROOT_FAULTS = {
     "proxies of another size": (dict(proxy_size="48x48"), "no whole multiple of the proxy's 48x48"),
@@ -548,6 +554,7 @@ def test_faults_are_one_line_and_code_2(clip, real, world_root, name, tmp_path, 
     if name in ROOT_FAULTS:
         given |= dict(clip=None, conditions=world_root / "conditions", picture=world_root / "first.png", prompt="a b")
     (world_root / "there.mp4").touch()
+    (world_root / "huge.json").write_text('{"ffn_dim": 1000000000}')  # all else is the release's
     given |= change
     words = {
         key: str(value).format(real=real, root=world_root, h3=small_h3())

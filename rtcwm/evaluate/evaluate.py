@@ -30,6 +30,7 @@ from rtcwm.model.kernels import Kernel, resolve
 from rtcwm.model.layout import CHUNK_LATENTS, CLIP_FRAMES, FPS
 from rtcwm.model.loading import BaseSource, build_base, open_base
 from rtcwm.model.lora import inject
+from rtcwm.train.base_memory import check_base_room
 from rtcwm.train.inference import chosen_device
 
 CODEC_ROW = "codec"
@@ -87,6 +88,7 @@ def prepare(settings: Settings) -> Plan:
     if run is None and settings.clips is None:
         raise UserError("no clips: give a folder with --clips, or a run's folder with --run for the clips it held out")
     source = open_base(settings.base or (run.base if run else "embedded"))
+    check_base_room(source, device, None, table=False)
     kernel = resolve(settings.attn, device, settings.compile)
     truth = choose(settings.clips or run.clips, run and run.held_out, settings.chunks, settings.max_clips)
     codec = codec_of(truth, source)

@@ -26,6 +26,7 @@ from rtcwm.stream.command import Opening
 from rtcwm.stream.live import LiveStream
 from rtcwm.stream.origin import Origin, open_origin
 from rtcwm.train.adaln import table_folder, takes_table
+from rtcwm.train.base_memory import check_base_room
 from rtcwm.train.inference import Sampling, chosen_device, clip_noise, read_sampling, usual_kind
 from rtcwm.train.preflight import adapter_path, check_adapter
 
@@ -116,6 +117,11 @@ def prepare(opening: Opening) -> Plan:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("a stream runs on one rank: start it without a launcher")
     source = open_base(opening.base_name)
+    base = read_base_settings(Path(opening.base_config)) if opening.base_config else None
+    device = chosen_device(opening.device)
+    if base is not None and device.type != chosen_device("auto").type:
+        raise UserError("--device cpu with --base-config: a base engine runs on the GPU where there is one; drop one")
+    check_base_room(source, device, base, takes_table(opening.adaln, source))
     adapter = adapter_path(str(opening.adapter), opening.base_name, "none")
     if adapter is not None and not Path(adapter).exists():
         raise UserError(f"--adapter {adapter}: there is no such file; name one, or 'none' for the base alone")
@@ -132,9 +138,5 @@ def prepare(opening: Opening) -> Plan:
     given = {name: getattr(opening, name) for name in ("steps", "shift", "history", "kv_reuse")}
     given = {name: str(value) for name, value in given.items() if value is not None}
     sampling = read_sampling("--", kind, given, metadata, source)
-    base = read_base_settings(Path(opening.base_config)) if opening.base_config else None
-    device = chosen_device(opening.device)
-    if base is not None and device.type != chosen_device("auto").type:
-        raise UserError("--device cpu with --base-config: a base engine runs on the GPU where there is one; drop one")
     kernel = resolve(opening.attn, device, opening.compile)
     return Plan(opening, device, source, adapter, objective, kind, sampling, picture1, kernel, base, origin)

@@ -12,11 +12,9 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from rtcwm.engine.base import shard_group_size
 from rtcwm.engine.device import compute_dtype
 from rtcwm.engine.memory import check_host_room
-from rtcwm.engine.settings import BaseSettings
-from rtcwm.engine.world import World
+from rtcwm.engine.settings import ActivationSettings, BaseSettings
 from rtcwm.model.loading import FP32_ISLAND, BaseSource, meta_model
 
 
@@ -41,15 +39,31 @@ def host_bytes(config: Mapping, dtype: torch.dtype, table: bool, shard: int, set
     return part + (card_bytes(config, dtype, table, shard, settings) if cpu else 0)
 
 
-def check_base_room(world: World, source: BaseSource, settings: BaseSettings, table: bool) -> None:
-    """Raises UserError where this machine's free memory cannot hold what its ranks keep there of the base."""
-    shard, cpu = shard_group_size(world, settings), world.device.type == "cpu"
-    copies = world.local_size // shard
+def check_base_room(
+    source: BaseSource,
+    device: torch.device,
+    settings: BaseSettings | None,
+    table: bool,
+    shard: int = 1,
+    ranks: int = 1,
+) -> None:
+    """Holds what the ranks of this machine keep in host memory of a base against what is free there.
+
+    Args:
+        device: of a rank; settings: of its base engine, None for a base that is whole on the device.
+        table: the blocks' AdaLN comes from a table.
+        shard: ranks that share a copy; ranks: of this machine.
+
+    Raises:
+        UserError: there is too little.
+    """
+    cpu, copies = device.type == "cpu", ranks // shard
+    whole = settings or BaseSettings({}, shard_group=1, activations=ActivationSettings())
     change = "take a smaller base, such as --base embedded, or GPUs" if cpu else "take offload_param out of its file"
     check_host_room(
-        world.local_size * host_bytes(source.config, compute_dtype(world.device), table, shard, settings, cpu),
+        ranks * host_bytes(source.config, compute_dtype(device), table, shard, whole, cpu),
         f"--base {source.description} in {'fp32' if cpu else 'bf16'}"
-        + (f", {copies} copies of it for the {world.local_size} ranks of a machine," if copies > 1 else ""),
+        + (f", {copies} copies of it for the {ranks} ranks of a machine," if copies > 1 else ""),
         change + (", or let ranks share a copy: shard_group 0 in --base-config" if copies > 1 else ""),
     )
 

@@ -102,7 +102,7 @@ def check_settings(world: World, config: RunConfig) -> tuple[BaseSource, BaseSet
     attention kernel; and whether the embedded clips, where they are still to be made, would do."""
     file = Path(config.base_config) if config.base_config else default_base_config(world.device)
     settings = read_base_settings(file)
-    shard_group_size(world, settings)
+    shard = shard_group_size(world, settings)
     source = open_base(config.base)
     if config.clips == "embedded":
         require(
@@ -117,7 +117,8 @@ def check_settings(world: World, config: RunConfig) -> tuple[BaseSource, BaseSet
             f"{most}",
         )
     settings.activations.check_blocks(source.config["num_layers"])
-    check_base_room(world, source, settings, level_grid(config, source) is not None)
+    table = level_grid(config, source) is not None
+    check_base_room(source, world.device, settings, table, shard, world.local_size)
     kernel = resolve(config.attn, world.device, config.compile)
     require(
         settings.activations.policy != "save_attention" or kernel.forward is not None,
