@@ -463,7 +463,7 @@ def settings(tmp_path_factory, clips_root, base_config):
         (dict(picture_clip="clip"), "not among the clips"),
         (dict(run=Path("nowhere")), "--out folder of a run"),
         (dict(base="wide.json"), "text of width 64, the base takes 32"),
-        (dict(base="huge.json"), r"--base huge.json .* in fp32 takes [\d.]+ GiB of host memory, .*--base embedded"),
+        (dict(base="huge.json"), r"--base .* huge.json .* in fp32 takes [\d.]+ GiB of host memory, .*--base embedded"),
     ],
 )
 def test_settings_that_cannot_be(settings, change, message, tmp_path, monkeypatch):
