@@ -366,4 +366,8 @@ def test_a_base_that_the_cpu_cannot_hold_is_refused(monkeypatch):
     free.available = needed
     with pytest.raises(UserError, match=r"\(33.1B\) in fp32 takes [\d.]+ GiB.*--base embedded"):
         check_room(world, case)
+    free.available = 3 * needed
+    check_room(world, case, copies=2)
+    with pytest.raises(UserError, match=r"\(33.1B\) in fp32, whole on each of 3 ranks, takes"):
+        check_room(world, case, copies=3)
     check_room(SimpleNamespace(device=torch.device("cuda")), case)

@@ -95,21 +95,22 @@ def run_side(world: World, name: str, plan: Plan, settings: TwoSides, ceilings: 
     return found
 
 
-def check_room(world: World, case: Case) -> None:
-    """Raises UserError where a CPU's memory cannot hold the base in fp32, before it is filled."""
+def check_room(world: World, case: Case, copies: int = 1) -> None:
+    """Raises UserError where a CPU's memory cannot hold so many copies of the base in fp32, before they are filled."""
     if world.device.type == "cpu":
         check_host_room(
-            4 * parameter_count(case.config),
-            f"{case.described} in fp32",
+            4 * copies * parameter_count(case.config),
+            f"{case.described} in fp32" + (f", whole on each of {copies} ranks," if copies > 1 else ""),
             "there is no GPU; use --layers, or a smaller base: --base embedded --height 64 --width 96 --text-rows 16",
         )
 
 
-def sized_case(world: World, settings: TwoSides) -> Case:
-    """The size to measure, once both checks and `Case.of` have nothing against it."""
+def sized_case(world: World, settings: TwoSides, copies: int = 1) -> Case:
+    """The size to measure, once both checks and `Case.of` have nothing against it; `copies`: of the base, on this
+    machine."""
     check_ranks(world, settings)
     case = Case.of(settings)
-    check_room(world, case)
+    check_room(world, case, copies)
     return case
 
 

@@ -41,7 +41,7 @@ ROUNDING = {"cuda": 0.05, "cpu": 1e-3}
 def bench(settings: StreamBench) -> None:
     """Streams on both sides, prints a table and writes the JSON file."""
     with program("rtcwm bench stream") as world:
-        case = sized_case(world, settings)
+        case = sized_case(world, settings, copies=1 if settings.base_config else world.local_size)
         with rank_files(world, case, SPAN_CHUNKS, settings.seed) as made:
             config = TrainConfig(**shared_settings(settings, made))
             source, base, kernel = check_settings(world, config)
