@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rtcwm.errors import UserError
+from rtcwm.errors import at_least, require
 
 SIDES = ("plain", "ours")
 Attn = Literal["auto", "sdpa", "cudnn", "fa4", "fa3", "fa2", "flex"]
@@ -36,14 +36,7 @@ class Sized:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self._at_least(1, "layers", "text_rows", "rank")
-
-    def _at_least(self, least: float, *names: str) -> None:
-        """Checks settings that may also be None."""
-        for name in names:
-            value = getattr(self, name)
-            told = f"--{name.replace('_', '-')} {value}: expected at least {least}"
-            require(value is None or value >= least, told)
+        at_least(self, 1, "layers", "text_rows", "rank")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +55,8 @@ class Settings(Sized):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least(1, "steps")
-        self._at_least(0, "warmup")
+        at_least(self, 1, "steps")
+        at_least(self, 0, "warmup")
         if self.out is not None:
             require(self.out.suffix == ".json", f"--out {self.out}: expected the name of a .json file")
             require(self.out.parent.is_dir(), f"--out {self.out}: there is no folder {self.out.parent}; make it first")
@@ -97,7 +90,7 @@ class TwoSides(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         given = self.sides.split(",")
-        self._at_least(1, "batch")
+        at_least(self, 1, "batch")
         known = set(given) <= set(SIDES) and len(set(given)) == len(given)
         require(known, f"--sides {self.sides}: expected plain, ours, or plain,ours")
         if self.profile is not None:
@@ -229,19 +222,13 @@ class ScaleBench(Sized):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least(1, "steps", "iters", "critic_per_gen", "distill_layers", "same_layers", "adaln_times")
-        self._at_least(2, "ranks")
-        self._at_least(4, "same_steps")
-        self._at_least(5, "timeout")
-        self._at_least(8, "chunks")
-        self._at_least(0, "kill_rank")
+        at_least(self, 1, "steps", "iters", "critic_per_gen", "distill_layers", "same_layers", "adaln_times")
+        at_least(self, 2, "ranks")
+        at_least(self, 4, "same_steps")
+        at_least(self, 5, "timeout")
+        at_least(self, 8, "chunks")
+        at_least(self, 0, "kill_rank")
         require(self.minutes > 0 and self.part_minutes > 0, "--minutes and --part-minutes: expected more than 0")
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises `UserError` with the message unless the condition holds."""
-    if not condition:
-        raise UserError(message)
 
 
 def bench_attention(**settings) -> None:

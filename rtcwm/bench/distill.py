@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rtcwm.bench import measure, profile, report
 from rtcwm.bench.chunks import StreamCase, attention_ceiling, chunk_work, steady, stream_case
-from rtcwm.bench.command import DistillBench, require
+from rtcwm.bench.command import DistillBench
 from rtcwm.bench.inputs import Case, Files, random_adapter, rank_files, shared_settings
 from rtcwm.bench.plain_distill import PlainDistillation
 from rtcwm.bench.plain_stream import PlainStream, plain_rollout
@@ -20,6 +20,7 @@ from rtcwm.bench.sides import Did, Plan, Runner, compare, plain_base, plain_kern
 from rtcwm.bench.work import NOTHING, WHOLE_BLOCKS, Repeated, Work, rollout_work, span_pairs
 from rtcwm.engine.streams import Streams
 from rtcwm.engine.world import World, program
+from rtcwm.errors import require
 from rtcwm.model.adapter_files import save_adapter
 from rtcwm.model.cache import STEADY
 from rtcwm.model.kernels import Kernel

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import torch
 
-from rtcwm.bench.command import ScaleBench, require
+from rtcwm.bench.command import ScaleBench
 from rtcwm.bench.scale_parts import FAMILIES, Part, Place, case_of, parts_of, run_part
 from rtcwm.bench.scale_table import describe
 from rtcwm.engine.checkpoint import replace_file
+from rtcwm.errors import require
 
 LEAST_SECONDS = 15.0
 """A part is not begun with less time left."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rtcwm.bench import measure, profile
-from rtcwm.bench.command import TwoSides, require
+from rtcwm.bench.command import TwoSides
 from rtcwm.bench.inputs import Case
 from rtcwm.bench.measure import Seconds
 from rtcwm.bench.plain import PlainModel
@@ -20,7 +20,7 @@ from rtcwm.engine.base import BaseEngine
 from rtcwm.engine.device import compute_dtype, release, synchronize
 from rtcwm.engine.memory import check_host_room
 from rtcwm.engine.world import World
-from rtcwm.errors import UserError
+from rtcwm.errors import UserError, require
 from rtcwm.model.kernels import Kernel, resolve
 from rtcwm.model.loading import BaseSource, build_base, parameter_count
 

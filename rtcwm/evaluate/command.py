@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rtcwm.errors import UserError
+from rtcwm.errors import at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,7 @@ class Settings:
     video: bool = True
 
     def __post_init__(self) -> None:
-        if self.batch is not None and self.batch < 1:
-            raise UserError(f"--batch {self.batch}: expected at least 1")
+        at_least(self, 1, "batch")
 
 
 def main_evaluate(**settings) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rtcwm.errors import UserError
+from rtcwm.errors import at_least, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class Settings(Opening):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.out.suffix == ".mp4", f"--out {self.out}: expected the name of an .mp4 file")
-        require(self.chunks is None or self.chunks >= 1, f"--chunks {self.chunks}: expected at least 1")
+        at_least(self, 1, "chunks")
         require(
             (self.conditions is None) == (self.picture is None),
             "--picture and --conditions go together: the first frame, and the proxies of all of them",
@@ -139,12 +139,6 @@ class Settings(Opening):
             require(self.report.suffix == ".json", f"--report {self.report}: expected the name of a .json file")
             parent = self.report.parent
             require(parent.is_dir(), f"--report {self.report}: there is no folder {parent}; make it first")
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises `UserError` with the message unless the condition holds."""
-    if not condition:
-        raise UserError(message)
 
 
 def main_stream(**settings) -> int:

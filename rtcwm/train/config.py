@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 from jsonargparse import ArgumentParser
 
-from rtcwm.errors import SharedError, UserError
+from rtcwm.errors import SharedError, UserError, at_least, require
 
 Settings = TypeVar("Settings", bound="RunConfig")
 
@@ -55,19 +55,13 @@ class RunConfig:
 
     def __post_init__(self):
         require(bool(self.out), "--out is required: the folder of the run")
-        self._at_least(1, "save_every", "max_skips", "batch")
-        self._at_least(0, "warmup", "val_clips", "seed")
+        at_least(self, 1, "save_every", "max_skips", "batch")
+        at_least(self, 0, "warmup", "val_clips", "seed")
         require(
             1 <= self.adaln_times <= 100_000,
             f"--adaln-times {self.adaln_times}: expected 1 to 100000 steps; more lie closer than float32 tells apart",
         )
         require(self.seed < 2**63, f"--seed {self.seed}: expected less than 2^63")
-
-    def _at_least(self, least: int, *names: str) -> None:
-        """Checks settings that may also be None."""
-        for name in names:
-            value = getattr(self, name)
-            require(value is None or value >= least, f"--{name.replace('_', '-')} {value}: expected at least {least}")
 
     def _learning_rates(self, *names: str) -> None:
         for name in names:
@@ -96,8 +90,8 @@ class TrainConfig(RunConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self._at_least(1, "steps", "max_samples", "rank")
-        self._at_least(0, "val_every")
+        at_least(self, 1, "steps", "max_samples", "rank")
+        at_least(self, 0, "val_every")
         self._learning_rates("lr")
         require(0 <= self.lr_min <= self.lr, f"--lr-min {self.lr_min}: expected 0 <= lr-min <= lr ({self.lr})")
         require(0 < self.epochs < math.inf, f"--epochs {self.epochs}: expected a positive number")
@@ -152,19 +146,13 @@ class DistillConfig(RunConfig):
     def __post_init__(self):
         super().__post_init__()
         require(bool(self.student_lora), "--student-lora is required: an adapter that diffusion forcing trained")
-        self._at_least(1, "steps", "iters", "critic_per_gen", "grad_chunks", "score_draws")
+        at_least(self, 1, "steps", "iters", "critic_per_gen", "grad_chunks", "score_draws")
         require(1 <= self.score_shift < math.inf, f"--score-shift {self.score_shift}: expected 1 (none) or more")
         require(0 <= self.ema < 1, f"--ema {self.ema}: expected a decay from 0 (none) to below 1")
         self._learning_rates("gen_lr", "critic_lr")
         require(
             self.min_chunks <= self.max_chunks, f"--min-chunks {self.min_chunks} is over --max-chunks {self.max_chunks}"
         )
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises `UserError` with the message unless the condition holds."""
-    if not condition:
-        raise UserError(message)
 
 
 def parse(program: str, settings: type[Settings], arguments: Sequence[str] | None = None) -> Settings:

@@ -7,12 +7,12 @@ from pathlib import Path
 from rtcwm.data.clips import Clip
 from rtcwm.engine.settings import AdapterSettings, read_adapter_settings, shipped_config
 from rtcwm.engine.world import World
-from rtcwm.errors import UserError
+from rtcwm.errors import UserError, require
 from rtcwm.model.adapter_reader import open_adapter
 from rtcwm.model.lora import Adapter, AdapterShape
 from rtcwm.model.schedule import SamplerConfig
 from rtcwm.train import preflight
-from rtcwm.train.config import DistillConfig, require
+from rtcwm.train.config import DistillConfig
 from rtcwm.train.dataset import EpochSampler, hold_out
 from rtcwm.train.distill_adapters import check_adapters, level_shift
 from rtcwm.train.distill_needs import distill_needs

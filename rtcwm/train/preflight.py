@@ -25,7 +25,7 @@ from rtcwm.engine.settings import (
     shipped_config,
 )
 from rtcwm.engine.world import World
-from rtcwm.errors import SharedError, UserError
+from rtcwm.errors import SharedError, UserError, require
 from rtcwm.model.adapter_files import load_adapter
 from rtcwm.model.adapter_reader import open_adapter
 from rtcwm.model.kernels import Kernel, resolve
@@ -35,7 +35,7 @@ from rtcwm.model.lora import Adapter, AdapterShape
 from rtcwm.model.packing import Layout, Window
 from rtcwm.train.adaln import level_grid
 from rtcwm.train.base_memory import check_base_room
-from rtcwm.train.config import RunConfig, require
+from rtcwm.train.config import RunConfig
 from rtcwm.train.dataset import load_window, start_frames
 from rtcwm.train.folder import RunFolder
 

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rtcwm.train.config import require
+from rtcwm.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
