@@ -18,24 +18,22 @@ import torch
 
 from rtcwm.engine.adapter import AdapterEngine, Update
 from rtcwm.engine.average import Average
-from rtcwm.engine.base import BaseEngine
 from rtcwm.engine.device import synchronize
 from rtcwm.engine.memory import resident_gib
 from rtcwm.engine.streams import Streams
 from rtcwm.engine.world import World, program
-from rtcwm.model.attention import install
 from rtcwm.model.blocks import dtype_of
-from rtcwm.model.layout import CHUNK_LATENTS, SPAN_CHUNKS, audio_latents, frames_of
+from rtcwm.model.layout import CHUNK_LATENTS
 from rtcwm.model.matching import Matching, matching_loss, score_level
 from rtcwm.model.objectives import clean_from_velocity, velocity
 from rtcwm.model.packing import Window
-from rtcwm.model.sampler import Conditions, rollout
-from rtcwm.train.adaln import open_table
+from rtcwm.model.sampler import rollout
 from rtcwm.train.config import DistillConfig, parse
-from rtcwm.train.dataset import EpochSampler, load_window, silence
+from rtcwm.train.dataset import EpochSampler, load_window
 from rtcwm.train.distill_plan import DistillPlan, prepare
 from rtcwm.train.draws import Draws
 from rtcwm.train.folder import RunFolder
+from rtcwm.train.inference import conditions
 from rtcwm.train.loop import Loop, Outcome
 from rtcwm.train.order import Visit
 from rtcwm.train.record import finite_or_none
@@ -64,9 +62,7 @@ class Distiller(Loop):
         self.config, self.plan = config, plan
         self.streams = Streams(config.seed)
         inputs = plan.inputs
-        table = open_table(world, config, inputs.source, inputs.grid, plan.sampler.sigmas)
-        self.base = BaseEngine(world, inputs.source, inputs.base_settings, table)
-        install(self.base.model, inputs.kernel, ffn_rows=inputs.base_settings.activations.ffn_rows)
+        self.base = inputs.open_base(config, levels=plan.sampler.sigmas)
         student, self.teacher_adapter, critic = plan.adapters()
         self.student = AdapterEngine(world, student, plan.student_settings)
         self.critic = AdapterEngine(world, critic, plan.critic_settings)
@@ -158,14 +154,10 @@ class Distiller(Loop):
             clip, start = self.plan.starts[visit.sample]
             windows.append(load_window(clip, start, start, chunks=draws.chunks, picture1=self.config.picture1))
         truth = stack(windows).to(self.world.device)
-        audio = silence(self.clips_root, audio_latents(frames_of(SPAN_CHUNKS * CHUNK_LATENTS))).to(self.world.device)
-        conditions = Conditions(
-            truth.picture1, truth.text, truth.text_tags, audio.expand(len(visits), -1, -1), truth.geometry
-        )
         generators = self._own("rollout noise", visits)
         chunks = rollout(
-            self.base.model, self.plan.inputs.kernel, conditions, truth.proxy, self.plan.sampler,
-            lambda kind, chunk, step, shape: batch_noise(shape, generators), draws.stops,
+            self.base.model, self.plan.inputs.kernel, conditions(truth, self.clips_root), truth.proxy,
+            self.plan.sampler, lambda kind, chunk, step, shape: batch_noise(shape, generators), draws.stops,
             graph_chunks=range(draws.chunks - self.config.grad_chunks, draws.chunks),
             run=self.run_student, graph_run=self.run_graph, progress=self._progress_of_rollout(draws.chunks),
         )  # fmt: skip

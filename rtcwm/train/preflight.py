@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from rtcwm import __version__
 from rtcwm.data.clips import Clip, open_clips
 from rtcwm.data.codec import TEXT_DIM, load_codec
 from rtcwm.data.make import CLIPS_AN_EPISODE, write_world
 from rtcwm.data.manifest import clip_hash
-from rtcwm.engine.base import shard_group_size
+from rtcwm.engine.base import BaseEngine, shard_group_size
 from rtcwm.engine.device import compute_dtype
 from rtcwm.engine.settings import (
     AdapterSettings,
@@ -28,12 +30,13 @@ from rtcwm.engine.world import World
 from rtcwm.errors import SharedError, UserError, require
 from rtcwm.model.adapter_files import load_adapter
 from rtcwm.model.adapter_reader import open_adapter
+from rtcwm.model.attention import install
 from rtcwm.model.kernels import Kernel, resolve
 from rtcwm.model.layout import SPAN_CHUNKS
 from rtcwm.model.loading import BaseSource, embedded_adapter, open_base
 from rtcwm.model.lora import Adapter, AdapterShape
 from rtcwm.model.packing import Layout, Window
-from rtcwm.train.adaln import level_grid
+from rtcwm.train.adaln import level_grid, open_table
 from rtcwm.train.base_memory import check_base_room
 from rtcwm.train.config import RunConfig
 from rtcwm.train.dataset import load_window, start_frames
@@ -78,6 +81,17 @@ class Inputs:
             self.kernel.why,
             f"noise levels: {'any, AdaLN is computed live' if self.grid is None else f'multiples of 1/{self.grid}'}",
         ]
+
+    def open_base(self, config: RunConfig, levels: Tensor) -> BaseEngine:
+        """The base with its attention, its AdaLN from a table where `grid` says so. A collective.
+
+        Args:
+            levels: noise levels that the run needs besides the grid's, such as a schedule's.
+        """
+        table = open_table(self.world, config, self.source, self.grid, levels)
+        base = BaseEngine(self.world, self.source, self.base_settings, table)
+        install(base.model, self.kernel, ffn_rows=self.base_settings.activations.ffn_rows)
+        return base
 
     def needs(self, batch: int) -> dict:
         """What both programs' needs of memory have in common, see `rtcwm.train.memory`."""

@@ -14,15 +14,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from rtcwm.engine.adapter import AdapterEngine
-from rtcwm.engine.base import BaseEngine
 from rtcwm.engine.memory import resident_gib
 from rtcwm.engine.streams import Streams
 from rtcwm.engine.world import World, program
-from rtcwm.model.attention import install
 from rtcwm.model.layout import SPAN_CHUNKS
 from rtcwm.model.objectives import OBJECTIVES, Levels, keep_first_clean, on_grid, weighted_loss
 from rtcwm.model.packing import Window
-from rtcwm.train.adaln import open_table
 from rtcwm.train.config import TrainConfig, learning_rate, parse
 from rtcwm.train.dataset import EpochSampler, draw_start, load_window
 from rtcwm.train.folder import RunFolder
@@ -48,9 +45,7 @@ class Trainer(Loop):
         self.config, self.plan = config, plan
         self.streams = Streams(config.seed)
         inputs = plan.inputs
-        table = open_table(world, config, inputs.source, inputs.grid, torch.empty(0))
-        self.base = BaseEngine(world, inputs.source, inputs.base_settings, table)
-        install(self.base.model, inputs.kernel, ffn_rows=inputs.base_settings.activations.ffn_rows)
+        self.base = inputs.open_base(config, levels=torch.empty(0))
         self.engine = AdapterEngine(world, plan.initial_adapter(), plan.adapter_settings)
         self.run_with_adapter = self.base.activations.runner(self.engine.adapter)
         self.grid = Grid(plan.held_out, self.streams, config.level_shift, config.picture1, inputs.grid)
