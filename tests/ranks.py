@@ -71,6 +71,23 @@ def refusals(world, prepare: Callable, config: type, cases: list[dict]) -> list[
     return messages
 
 
+def go_bad(trainer, adapter: torch.nn.Module, good: int) -> tuple[str, dict[str, torch.Tensor]]:
+    """Some good steps of a run, then a base that gives nonsense (a card that fails), until it stops.
+
+    Returns:
+        What it says, and the adapter's weights as they were after the good steps.
+    """
+    for _ in range(good):
+        trainer._advance()
+    weights = {name: value.detach().clone() for name, value in adapter.named_parameters()}
+    trainer.base.model.rope.inv_freq.fill_(float("nan"))
+    try:
+        trainer.run()
+    except UserError as error:
+        return str(error), weights
+    return "it did not stop", weights
+
+
 def be_rank(rank: int, size: int, local_size: int, port: int) -> None:
     """Gives this process the surroundings that a launcher gives a rank."""
     os.environ |= {

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch import alone, deepspeed, kill, numbers, rows, run, start
-from ranks import refusals, run_ranks
+from ranks import go_bad, refusals, run_ranks
 from safetensors.torch import load_file, save_file
 from small import drawn, random_adapter
 
@@ -465,19 +465,10 @@ def test_the_default_schedule_is_the_recipe():
     assert (config.warmup, config.save_every) == (10, 20)
 
 
-def go_bad(world, options: dict) -> tuple:
-    """Two good iterations, then a base that gives nonsense, until the run stops."""
+def two_good_iterations(world, options: dict) -> tuple:
     config = DistillConfig(**options)
     trainer = Distiller(world, config, prepare(world, config))
-    for _ in range(2):
-        trainer._advance()
-    student = {name: value.detach().clone() for name, value in trainer.student.adapter.named_parameters()}
-    trainer.base.model.rope.inv_freq.fill_(float("nan"))
-    try:
-        trainer.run()
-    except UserError as error:
-        return str(error), student
-    return "it did not stop", student
+    return go_bad(trainer, trainer.student.adapter, good=2)
 
 
 def test_bad_numbers_end_the_run_with_the_last_healthy_pair(options, tmp_path):
@@ -488,7 +479,7 @@ def test_bad_numbers_end_the_run_with_the_last_healthy_pair(options, tmp_path):
         "save_every": 100,
         "critic_per_gen": 1,
     }
-    message, student = run_ranks(1, go_bad, choice)[0]
+    message, student = run_ranks(1, two_good_iterations, choice)[0]
     assert "2 iterations in a row had a non-finite loss or gradient (iterations 3 to 4)" in message
     state = load_file(tmp_path / "run" / "state" / "step00002" / "student.safetensors")
     assert all(torch.equal(state[name], value) for name, value in student.items())

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 import torch
-from small import random_window, small_model
+from small import random_window
 
 from rtcwm.errors import UserError
 from rtcwm.model import blocks
-from rtcwm.model.attention import install, make_attend, resolve
+from rtcwm.model.attention import make_attend, resolve
 from rtcwm.model.layout import Geometry
 from rtcwm.model.masks import RULES, boolean_mask, flex_mask_mod, groups
 from rtcwm.model.packing import PROXY, TARGET, row_times, stock_layout, stream_layout
@@ -113,13 +113,6 @@ def test_wrong_rules_and_orders_are_refused():
         boolean_mask(tiny_layout(1), "causal")
     with pytest.raises(ValueError, match="stream order"):
         groups(stock_layout(TINY, (2, 2), 5, (1,), 1), "E")
-
-
-@pytest.fixture(scope="module")
-def model():
-    model = small_model()
-    install(model, resolve("sdpa", "cpu"))
-    return model
 
 
 def hidden_after(model, window, rule: str) -> tuple[torch.Tensor, torch.Tensor, object]:

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from launch import SECONDS, alone, deepspeed, environment, kill, numbers, rows, run, start
-from ranks import free_port, refusals, run_ranks
+from ranks import free_port, go_bad, refusals, run_ranks
 from safetensors.torch import load_file, save_file
 
-from rtcwm.errors import UserError
 from rtcwm.model.adapter_files import load_adapter, read_metadata, save_adapter
 from rtcwm.model.loading import open_base
 from rtcwm.model.lora import Adapter, AdapterShape
@@ -190,25 +189,16 @@ def test_held_out_loss_does_not_depend_on_the_ranks(settings, tmp_path):
     assert values[0]["loss"] == pytest.approx(sum(values[0]["by_slot"]) / 6)
 
 
-def go_bad(world, options: dict) -> tuple:
-    """Three good steps, then a base that gives nonsense (a card that fails), until the run stops."""
+def three_good_steps(world, options: dict) -> tuple:
     config = TrainConfig(**options)
     trainer = Trainer(world, config, prepare(world, config))
-    for _ in range(3):
-        trainer._advance()
-    weights = {name: value.detach().clone() for name, value in trainer.engine.adapter.named_parameters()}
-    trainer.base.model.rope.inv_freq.fill_(float("nan"))
-    try:
-        trainer.run()
-    except UserError as error:
-        return str(error), weights
-    return "it did not stop", weights
+    return go_bad(trainer, trainer.engine.adapter, good=3)
 
 
 def test_bad_numbers_are_skipped_counted_and_end_the_run_with_the_last_good_state(settings, tmp_path):
     options = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
     options |= {"out": str(tmp_path / "run"), "save_every": 100, "val_every": 0, "max_skips": 4, "steps": 50}
-    message, weights = run_ranks(2, go_bad, options)[0]
+    message, weights = run_ranks(2, three_good_steps, options)[0]
     assert "4 steps in a row had a non-finite loss or gradient (steps 4 to 7)" in message
     log = rows(tmp_path / "run")
     assert [row["skipped"] for row in log if row["step"] > 2] == [0, 1, 2, 3, 4]
