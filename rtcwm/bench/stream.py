@@ -8,8 +8,6 @@ on a base that is whole on the device, as `rtcwm evaluate` streams; with a base 
 from abc import abstractmethod
 from dataclasses import dataclass
 
-from torch import Tensor, nn
-
 from rtcwm.bench import measure, profile, report
 from rtcwm.bench.chunks import StreamCase, Streamed, attention_ceiling, chunk_work, steady, stream_case
 from rtcwm.bench.command import StreamBench
@@ -130,8 +128,7 @@ class OurStreaming(_Streaming):
         if settings is None:
             stand_in = table and table.stand_in
             self.model = build_base(source, world.device, compute_dtype(world.device), adaln=stand_in)
-            self.slot = inject(self.model)
-            self.run: Run = self._bound
+            self.run: Run = inject(self.model).runner(self.adapter)
         else:
             base = BaseEngine(world, source, settings, table)
             self.model, self.run = base.model, base.activations.runner(self.adapter)
@@ -139,10 +136,6 @@ class OurStreaming(_Streaming):
 
     def stream(self) -> Streamed:
         return self.given.ours(self.model, self.kernel, self.run)
-
-    def _bound(self, block: nn.Module, hidden: Tensor, *rest: object) -> Tensor:
-        with self.slot.bind(self.adapter):
-            return block(hidden, *rest)
 
 
 class PlainStreaming(_Streaming):
