@@ -260,8 +260,7 @@ def bench_stream(**settings) -> None:
 
 
 def bench_scale(**settings) -> int:
-    """Several GPUs of one machine: speed, memory and gathers of both programs, the same numbers as on one, and a rank
-    that dies. One table, from one command or from several."""
+    """Several GPUs of one machine: speed, memory, gathers, the same numbers as on one, a rank that dies; one table."""
     from rtcwm.bench import scale
 
     return scale.bench(ScaleBench(**settings))
