@@ -1,7 +1,7 @@
 """Everything that can be wrong with a run's input, checked before anything heavy.
 
-Headers, configs and metadata are read here, never weights. Each node reads its own files; an error on any rank ends all
-of them with one message. Both programs build their plans from these checks.
+The checks read headers, configs and metadata, never weights. Each node reads its own files; an error on any rank ends
+all of them with one message. Both programs build their plans from these checks, and open their base by what is checked.
 """
 
 import hashlib
