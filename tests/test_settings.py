@@ -13,6 +13,8 @@ from rtcwm.engine.world import _option
 from rtcwm.errors import UserError
 from rtcwm.train.config import TrainConfig, learning_rate, parse
 
+HOST = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
+
 
 def write(tmp_path, config) -> object:
     path = tmp_path / "ds.json"
@@ -35,11 +37,11 @@ def test_shipped_base_configs_are_valid(name):
 def test_own_keys_of_the_base(tmp_path):
     settings = read_base_settings(
         write(tmp_path, {
-            "prefetch": False, "device_blocks": 9, "memory_limit_gib": 22.3,
+            "prefetch": True, "device_blocks": 9, "memory_limit_gib": 22.3,
             "zero_optimization": {"offload_param": {"device": "cpu", "pin_memory": True}},
         })
     )  # fmt: skip
-    assert (settings.prefetch, settings.device_blocks, settings.memory_limit_gib) == (False, 9, 22.3)
+    assert (settings.prefetch, settings.device_blocks, settings.memory_limit_gib) == (True, 9, 22.3)
     assert settings.offload and settings.pin_base
     # DeepSpeed knows none of them, and does not lock memory itself.
     assert not {"prefetch", "device_blocks", "memory_limit_gib"} & set(settings.deepspeed)
@@ -48,6 +50,31 @@ def test_own_keys_of_the_base(tmp_path):
     assert (plain.prefetch, plain.device_blocks, plain.memory_limit_gib, plain.offload) == (True, 2, None, False)
     off = read_base_settings(write(tmp_path, {"zero_optimization": {"offload_param": {"device": "none"}}}))
     assert not off.offload and not off.pin_base
+    assert not read_base_settings(write(tmp_path, {"prefetch": False})).prefetch
+    assert not read_base_settings(write(tmp_path, {"shard_group": 1, "prefetch": False, **HOST})).prefetch
+
+
+@pytest.mark.parametrize("read", [read_base_settings, read_adapter_settings])
+def test_keys_that_say_what_holds_anyhow_are_taken(tmp_path, read):
+    """Defaults of DeepSpeed, and what is off: neither reaches it, and the section is as without them."""
+    idle = {
+        "allgather_partitions": True, "sub_group_size": 1_000_000_000, "offload_optimizer": None, "cpu_offload": False,
+        "zero_hpz_partition_size": 1, "zero_quantized_gradients": False,
+    }  # fmt: skip
+    given = read(write(tmp_path, {"zero_optimization": idle})).deepspeed["zero_optimization"]
+    assert given == read(write(tmp_path, {})).deepspeed["zero_optimization"]
+
+
+def test_what_an_adapter_takes_of_deepspeed_reaches_it(tmp_path):
+    zero = {
+        "stage": 2, "reduce_bucket_size": 1000, "allgather_bucket_size": 2000, "overlap_comm": True,
+        "reduce_scatter": False, "contiguous_gradients": False, "use_multi_rank_bucket_allreduce": False,
+    }  # fmt: skip
+    assert read_adapter_settings(write(tmp_path, {"zero_optimization": zero})).deepspeed["zero_optimization"] == zero
+    # The formulas of memory count with the bucket.
+    written = read_adapter_settings(write(tmp_path, '{"zero_optimization": {"reduce_bucket_size": 2e7}}'))
+    bucket = written.deepspeed["zero_optimization"]["reduce_bucket_size"]
+    assert bucket == 20_000_000 and isinstance(bucket, int)
 
 
 def test_the_adapter_of_a_small_card_is_the_recipe_but_for_where_its_moments_are():
@@ -89,8 +116,40 @@ def test_integer_betas_become_floats(tmp_path):
         ({"zero_optimization": {"leaf_module": {"classes": ["nope.Nope"]}}}, "leaf_module is fixed"),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param.device is 'nvme'"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "no longer be the released one"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            "offload_optimizer .* a base has no optimizer",
+        ),
+        ({"zero_optimization": {"cpu_offload_param": True}}, "cpu_offload_param is not used here: set offload_param"),
+        (
+            {"zero_optimization": {"reduce_bucket_size": 1000}},
+            "reduce_bucket_size .* no effect .* has: leaf_module, mem",
+        ),
+        ({"zero_optimization": {"overlap_comm": True}}, "overlap_comm is not used here: it has no effect"),
+        ({"zero_optimization": {"param_persistence_threshold": 7}}, "stage3_param_persistence_threshold 0"),
+        ({"zero_optimization": {"stage3_max_live_parameters": "auto"}}, "is 'auto', which nothing fills in"),
+        ({"zero_optimization": {"offload_param": True}}, "zero_optimization.offload_param: "),
+        (
+            {"zero_optimization": {"offload_param": {"device": "cpu", "nvme_path": "/x"}}},
+            "offload_param.nvme_path is not used here: .* what has: device, pin_memory; remove it",
+        ),
+        ({"zero_optimization": {"offload_param": {"device": "cpu", "buffer_count": 9}}}, "offload_param.buffer_count"),
+        (
+            {"zero_optimization": {"offload_param": {"device": "cpu", "pin_memory": "no"}}},
+            "offload_param.pin_memory is 'no', expected true or false",
+        ),
+        ({"zero_optimization": {"offload_param": {"pin_memory": True}}}, "whose device is 'cpu', and it is 'none'"),
+        ({"prefetch": False, "device_blocks": 3, **HOST}, "device_blocks are those that prefetch brings"),
+        ({"shard_group": 1, "device_blocks": 3}, "have no effect with shard_group 1 and no offload_param"),
+        ({"shard_group": 1, "prefetch": False}, "have no effect with shard_group 1 and no offload_param"),
+        ({"activation_checkpointing": {"pin_memory": True}}, "cpu_checkpointing moves to, which is not on"),
+        (
+            {"activation_checkpointing": {"pin_memory": False, "cpu_checkpointing": False}},
+            "set it true, or remove pin_memory",
+        ),
         ({"activation_checkpointing": None}, "activation_checkpointing is None, expected an object"),
-        ({"steps_per_print": "x"}, "steps_per_print is 'x'"),
+        ({"memory_breakdown": "x"}, "memory_breakdown is 'x'"),
+        ({"steps_per_print": 10}, "unknown key 'steps_per_print'"),
         ({"comms_logger": {}}, "unknown key 'comms_logger'"),
         ({"shard_group": -1}, "shard_group is -1"),
         ({"prefetch": 1}, "prefetch is 1, expected true or false"),
@@ -137,6 +196,18 @@ def test_bad_base_configs(tmp_path, config, message):
         ({"scheduler": {}}, "'scheduler' is not used here"),
         ({"activation_checkpointing": {}}, "unknown key 'activation_checkpointing'"),
         ({"zero_optimization": {"stage": 3}}, "adapter engines use stage 1 or 2"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer .*: set park_moments"),
+        ({"zero_optimization": {"cpu_offload": True}}, "cpu_offload is not used here: set park_moments, "),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param .* a key of the base's file"),
+        (
+            {"zero_optimization": {"zero_quantized_gradients": True}},
+            "zero_quantized_gradients is not used here: it has",
+        ),
+        ({"zero_optimization": {"allgather_partitions": False}}, "allgather_partitions is not used here: it has"),
+        ({"zero_optimization": {"compute_grad_norm": False}}, "every step logs the norm"),
+        ({"zero_optimization": {"reduce_bucket_size": "auto"}}, "is 'auto', which nothing fills in"),
+        ({"zero_force_ds_cpu_optimizer": False}, "unknown key 'zero_force_ds_cpu_optimizer'"),
+        ({"steps_per_print": "x"}, "steps_per_print is 'x'"),
         ({"optimizer": {"type": "Adam"}}, "expected {'type': 'AdamW'"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}, "comes from the command line"),
         ({"optimizer": {"type": "AdamW", "params": {"beta": []}}}, r"unknown optimizer params \['beta'\]"),

@@ -5,28 +5,27 @@ work with this design trains something else than was asked for, silently. Each f
 that have an effect here; all others are refused by name.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from pydantic import ValidationError
 
+from rtcwm.engine.zero_section import adapter_section, base_section
 from rtcwm.errors import UserError
 from rtcwm.strict_json import is_number, is_whole, read_object, section, take_flag
 
 POLICIES = ("recompute", "save_attention", "none")
 
-COMMON_KEYS = {
-    "train_micro_batch_size_per_gpu", "zero_optimization", "steps_per_print", "wall_clock_breakdown",
-    "memory_breakdown",
-}  # fmt: skip
+COMMON_KEYS = {"train_micro_batch_size_per_gpu", "zero_optimization", "memory_breakdown"}
 BASE_KEYS = COMMON_KEYS | {
     "activation_checkpointing", "shard_group", "prefetch", "device_blocks", "memory_limit_gib",
 }  # fmt: skip
 ADAPTER_KEYS = COMMON_KEYS | {
-    "gradient_accumulation_steps", "gradient_clipping", "optimizer", "zero_force_ds_cpu_optimizer", "park_moments",
+    "gradient_accumulation_steps", "gradient_clipping", "optimizer", "park_moments", "steps_per_print",
+    "wall_clock_breakdown",
 }  # fmt: skip
+MOVING_KEYS, DEVICE_BLOCKS = ("prefetch", "device_blocks"), 2
+"""What has an effect on a base whose blocks are moved alone; how many of them the card holds by default."""
 REFUSED = {
     "bf16": "the base's dtype follows the device (bf16 with its fp32 layers on GPUs, fp32 on the CPU)",
     "fp16": "the base is bf16 on GPUs, fp32 on the CPU",
@@ -41,15 +40,6 @@ ACTIVATION_REFUSED = (
     "synchronize_checkpoint_boundary", "profile",
 )  # fmt: skip
 OPTIMIZER_PARAMS = {"betas", "eps", "weight_decay", "torch_adam"}
-BASE_ZERO_REFUSED = {
-    "offload_optimizer": "a base has no optimizer",
-    "zero_hpz_partition_size": "it needs an optimizer; set shard_group",
-    "mics_shard_size": "it needs an optimizer; set shard_group",
-    "zero_quantized_weights": "the base would no longer be the released one",
-    "zero_quantized_nontrainable_weights": "the base would no longer be the released one",
-    "zero_quantized_gradients": "a base has no gradients",
-}
-BLOCK_CLASS = "diffusers.models.transformers.transformer_minimax_h3.MiniMaxH3TransformerBlock"
 
 
 @dataclass(frozen=True)
@@ -75,6 +65,13 @@ class ActivationSettings:
     keep_products: int = 0
     ffn_rows: int = 0
     offload_attention: bool = False
+
+    @property
+    def lasting(self) -> "ActivationSettings":
+        """Of graphs that live long, as a rollout's do: under "save_attention" they keep no outputs."""
+        if self.policy != "save_attention":
+            return self
+        return replace(self, policy="recompute", offload_attention=False, keep_products=0)
 
     def check_blocks(self, blocks: int) -> None:
         """Raises `UserError` where more blocks are asked for than the base has."""
@@ -105,7 +102,7 @@ class BaseSettings:
     offload: bool = False
     pin_base: bool = False
     prefetch: bool = True
-    device_blocks: int = 2
+    device_blocks: int = DEVICE_BLOCKS
     memory_limit_gib: float | None = None
 
 
@@ -126,33 +123,21 @@ class AdapterSettings:
 def read_base_settings(path: Path) -> BaseSettings:
     """Reads and checks a base engine's JSON; raises `UserError` naming the file and the key."""
     config = _read(path, BASE_KEYS)
-    zero = section(path, config, "zero_optimization")
-    if zero.setdefault("stage", 3) != 3:
-        raise UserError(
-            f"{path}: zero_optimization.stage is {zero['stage']!r}; the frozen base is partitioned by stage 3"
-        )
-    # One block is one fetch, nothing stays gathered between uses, and linear layers stay torch's own.
-    zero |= {"stage3_param_persistence_threshold": 0, "memory_efficient_linear": False} | zero
-    if zero.setdefault("leaf_module", {"classes": [BLOCK_CLASS]}) != {"classes": [BLOCK_CLASS]}:
-        raise UserError(f"{path}: zero_optimization.leaf_module is fixed to the base's blocks; remove it")
-    if zero["memory_efficient_linear"] or zero["stage3_param_persistence_threshold"] != 0:
-        raise UserError(
-            f"{path}: memory_efficient_linear has to be false and stage3_param_persistence_threshold 0: "
-            "the adapter's hooks read the layers' inputs, and every block is released after its use"
-        )
-    for key, reason in BASE_ZERO_REFUSED.items():
-        off = (-1, 0, 1) if key.endswith("_size") else (None, False)
-        if zero.get(key, off[0]) not in off:
-            raise UserError(f"{path}: zero_optimization.{key} is not used here: {reason}; remove it")
-    _check_zero(path, zero)
-    offload, pin = _host_base(path, zero)
+    offload, pin = base_section(path, config)
     group = config.pop("shard_group", 0)
     if not is_whole(group) or group < 0:
         raise UserError(f"{path}: shard_group is {group!r}, expected a number of ranks (0: all ranks of a node)")
     prefetch = take_flag(path, config, "prefetch", True)
-    blocks = config.pop("device_blocks", 2)
+    blocks = config.pop("device_blocks", DEVICE_BLOCKS)
     if not is_whole(blocks) or blocks < 2:
         raise UserError(f"{path}: device_blocks is {blocks!r}, expected 2 (one computes, one comes) or more")
+    if blocks != DEVICE_BLOCKS and not prefetch:
+        raise UserError(f"{path}: device_blocks are those that prefetch brings, and it is false; remove it")
+    if group == 1 and not offload and (blocks != DEVICE_BLOCKS or not prefetch):
+        raise UserError(
+            f"{path}: {' and '.join(MOVING_KEYS)} have no effect with shard_group 1 and no offload_param, where every "
+            "block stays on its card; remove them"
+        )
     limit = config.pop("memory_limit_gib", None)
     if limit is not None and (not is_number(limit) or limit <= 0):
         raise UserError(f"{path}: memory_limit_gib is {limit!r}, expected GiB of device memory, or null for no limit")
@@ -168,13 +153,7 @@ def read_base_settings(path: Path) -> BaseSettings:
 def read_adapter_settings(path: Path) -> AdapterSettings:
     """Reads and checks an adapter engine's JSON; raises `UserError` naming the file and the key."""
     config = _read(path, ADAPTER_KEYS)
-    zero = section(path, config, "zero_optimization")
-    if zero.setdefault("stage", 1) not in (1, 2):
-        raise UserError(
-            f"{path}: zero_optimization.stage is {zero['stage']!r}; adapter engines use stage 1 or 2, since the hooks "
-            "of the base read whole adapter weights"
-        )
-    _check_zero(path, zero)
+    adapter_section(path, config)
     optimizer = section(path, config, "optimizer") or {"type": "AdamW"}
     config["optimizer"] = optimizer
     if set(optimizer) - {"type", "params"} or optimizer.get("type") != "AdamW":
@@ -225,34 +204,10 @@ def _read(path: Path, known: set[str]) -> dict:
         raise UserError(f"{path}: train_micro_batch_size_per_gpu has to be 1; use --batch, or accumulate")
     if not is_whole(config.get("steps_per_print", 1)):
         raise UserError(f"{path}: steps_per_print is {config['steps_per_print']!r}, expected a whole number")
-    for key in ("wall_clock_breakdown", "memory_breakdown", "zero_force_ds_cpu_optimizer"):
+    for key in ("wall_clock_breakdown", "memory_breakdown"):
         if not isinstance(config.get(key, True), bool):
             raise UserError(f"{path}: {key} is {config[key]!r}, expected true or false")
     return config
-
-
-def _host_base(path: Path, zero: dict) -> tuple[bool, bool]:
-    """Whether the base is in host memory, and whether that is page-locked. DeepSpeed is told not to lock it, because it
-    would round every tensor up to a power of two; `BaseEngine` does."""
-    section = zero.get("offload_param")
-    if not isinstance(section, dict):
-        return False, False
-    device = section.get("device", "none")
-    if device not in ("none", "cpu"):
-        raise UserError(f"{path}: offload_param.device is {device!r}; 'cpu' or 'none' are known to work")
-    pin = section.get("pin_memory", False)
-    section["pin_memory"] = False
-    return device == "cpu", device == "cpu" and pin
-
-
-def _check_zero(path: Path, zero: dict) -> None:
-    """DeepSpeed's own validation of the section, with the file's name in front."""
-    try:
-        DeepSpeedZeroConfig(**zero)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"{path}: zero_optimization.{key}: {first['msg']}") from error
 
 
 def _activations(path: Path, config: dict) -> ActivationSettings:
@@ -269,6 +224,11 @@ def _activations(path: Path, config: dict) -> ActivationSettings:
     for key in ("cpu_checkpointing", "pin_memory", "offload_attention"):
         if not isinstance(given.get(key, True), bool):
             raise UserError(f"{path}: activation_checkpointing.{key} is {given[key]!r}, expected true or false")
+    if "pin_memory" in given and not given.get("cpu_checkpointing"):
+        raise UserError(
+            f"{path}: activation_checkpointing.pin_memory locks the memory that cpu_checkpointing moves to, which is "
+            "not on: set it true, or remove pin_memory"
+        )
     for key, what in (("keep_products", "blocks"), ("ffn_rows", "rows (0: all at once)")):
         number = given.get(key, 0)
         if not is_whole(number) or number < 0:
