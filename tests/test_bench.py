@@ -109,17 +109,23 @@ def test_work_of_the_released_step(released):
 )
 def test_work_done_is_what_torch_counts(given):
     """Products of two blocks more, forward and backward, as torch's counter sees them; attention, as a kernel does."""
-    settings, counted, seen = ActivationSettings(**given), [], []
+    for lasting in (False, True):
+        check_work(ActivationSettings(**given), lasting)
+
+
+def check_work(settings: ActivationSettings, lasting: bool) -> None:
+    counted, seen = [], []
     for layers in (3, 5):
         config = read_config_of(CONFIG | {"num_layers": layers})
-        products, passes = count(config, settings)
+        products, passes = count(config, settings, lasting)
         counted.append(products)
         seen.append(passes)
     rows, sizes = 9, [Sizes.of(CONFIG | {"num_layers": layers}, rank=4) for layers in (3, 5)]
-    done = [size.trained(rows, rows * rows, size.repeated(settings)) for size in sizes]
+    acting = settings.lasting if lasting else settings
+    done = [size.trained(rows, rows * rows, size.repeated(acting)) for size in sizes]
     found = counted[1] - counted[0]
     assert done[1].linear + done[1].adapter - done[0].linear - done[0].adapter == pytest.approx(found, rel=1e-12)
-    forwards = [size.repeated(settings).attention * size.layers + size.layers for size in sizes]
+    forwards = [size.repeated(acting).attention * size.layers + size.layers for size in sizes]
     assert seen == pytest.approx(forwards)
 
 
@@ -127,14 +133,16 @@ def read_config_of(config: dict) -> dict:
     return {name: value.default for name, value in signature(MiniMaxH3Transformer3DModel).parameters.items()} | config
 
 
-def count(config: dict, settings: ActivationSettings) -> tuple[int, int]:
+def count(config: dict, settings: ActivationSettings, lasting: bool) -> tuple[int, int]:
     """FLOP of products, but for AdaLN's, and forward calls of attention, of a pass over the blocks with a gradient."""
     model = build_base(SeededSource(config), torch.device("cpu"), torch.float32)
     kernel, calls = resolve("sdpa", "cpu"), []
     forward = kernel.forward
     install(model, replace(kernel, forward=lambda *args: calls.append(1) or forward(*args)), settings.ffn_rows)
     adapter = Adapter(AdapterShape.of(config, rank=4))
-    run = Activations(settings, inject(model), blocks=model.transformer_blocks).runner(adapter)
+    run = Activations(settings, inject(model), blocks=model.transformer_blocks).runner(
+        adapter, save_attention=not lasting
+    )
     hidden = torch.randn(1, 9, config["hidden_size"], requires_grad=True)
     index, temb = torch.zeros(9, dtype=torch.long), torch.randn(1, config["time_embed_dim"])
     rotary = model.rope(torch.rand(9, 3))

@@ -214,7 +214,9 @@ def test_what_cannot_be_kept_is_said_before_the_base_is_built(tmp_path, attn, se
     base.write_text(json.dumps(CONFIG))
     file.write_text(json.dumps({"activation_checkpointing": section}))
     world = SimpleNamespace(device=torch.device("cpu"), size=1, local_size=1)
-    asked = SimpleNamespace(base_config=str(file), base=str(base), clips="clips", attn=attn, compile="auto")
+    asked = SimpleNamespace(
+        base_config=str(file), base=str(base), clips="clips", attn=attn, compile="auto", adaln="live"
+    )
     with pytest.raises(UserError, match=message):
         check_settings(world, asked)
 

@@ -87,9 +87,7 @@ def measured(world: World, settings: DistillBench, case: Case, plan: DistillPlan
     needed = works(settings, case, plan.config, NOTHING, NOTHING)
     activations = plan.inputs.base_settings.activations
     repeated = {"plain": WHOLE_BLOCKS, "ours": case.sizes.repeated(activations)}
-    graphs = dict(repeated)
-    if activations.policy == "save_attention":  # which a rollout's graphs do not
-        graphs["ours"] = case.sizes.repeated(replace(activations, policy="recompute"))
+    graphs = repeated | {"ours": case.sizes.repeated(activations.lasting)}
     given = no_grad_stream(settings, plan, world.device) if settings.steady else None
     starts = {
         "plain": lambda: PlainDistilling(world, case, plan, given),

@@ -18,7 +18,7 @@ from rtcwm.bench.traffic import Traffic
 from rtcwm.bench.work import Work
 from rtcwm.engine.base import BaseEngine
 from rtcwm.engine.device import compute_dtype, release, synchronize
-from rtcwm.engine.memory import check_host_room
+from rtcwm.engine.host import check_host_room
 from rtcwm.engine.world import World
 from rtcwm.errors import UserError, require
 from rtcwm.model.kernels import Kernel, resolve

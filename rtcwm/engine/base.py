@@ -70,7 +70,10 @@ class BaseEngine:
         self.carrier = self._make_carrier(settings)
         copies = None
         if settings.activations.cpu_checkpointing:
-            copies = InputCopies(world.device, HostMemory(pinned=on_card and settings.activations.pin_memory))
+            locked = on_card and settings.activations.pin_memory
+            # Pages of what comes and goes fill what weights leave of the chunks.
+            memory = self._host if locked == self._host.pinned else HostMemory(pinned=locked)
+            copies = InputCopies(world.device, memory)
         blocks = self.model.transformer_blocks
         self.activations = Activations(settings.activations, self.slot, copies, self.carrier, blocks)
 

@@ -28,13 +28,18 @@ def aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
+def paged(count: int) -> int:
+    """Bytes of the pages that a tensor of so many bytes takes."""
+    return -(-count // PAGE_BYTES) * PAGE_BYTES
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, [bytes] uint8, without a copy."""
     return tensor.view(-1).view(torch.uint8)
 
 
 class HostMemory:
-    """Host memory for one user; nothing of it is handed back before `close`.
+    """Host memory; nothing of it is handed back before `close`.
 
     Attributes:
         pinned: page-locked, as copies beside the computation need it.

@@ -7,10 +7,8 @@ from dataclasses import asdict, dataclass
 import psutil
 import torch
 
+from rtcwm.engine.host import GIB
 from rtcwm.engine.world import NCCL_HEADROOM_BYTES, World
-from rtcwm.errors import UserError
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -74,17 +72,6 @@ def limit_memory(world: World, gib: float | None) -> None:
         return
     total = torch.cuda.get_device_properties(world.device).total_memory
     torch.cuda.set_per_process_memory_fraction(room_for_tensors(world, gib) / total, world.device)
-
-
-def check_host_room(needed: int, what: str, advice: str) -> int:
-    """Free bytes of this machine's memory. Raises UserError where they cannot hold so many of something."""
-    free = psutil.virtual_memory().available
-    if needed >= free:
-        raise UserError(
-            f"{what} takes {needed / GIB:.1f} GiB of host memory, and {free / GIB:.1f} GiB of this machine's are free: "
-            f"{advice}"
-        )
-    return free
 
 
 def resident_gib(device: torch.device) -> float:

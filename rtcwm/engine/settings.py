@@ -73,6 +73,13 @@ class ActivationSettings:
             return self
         return replace(self, policy="recompute", offload_attention=False, keep_products=0)
 
+    @property
+    def lasting(self) -> "ActivationSettings":
+        """Of graphs that live long, as a rollout's do: under "save_attention" they keep no outputs."""
+        if self.policy != "save_attention":
+            return self
+        return replace(self, policy="recompute", offload_attention=False, keep_products=0)
+
     def check_blocks(self, blocks: int) -> None:
         """Raises `UserError` where more blocks are asked for than the base has."""
         if self.keep_products > blocks:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rtcwm.engine.device import compute_dtype
-from rtcwm.engine.memory import check_host_room
+from rtcwm.engine.host import check_host_room
 from rtcwm.engine.settings import ActivationSettings, BaseSettings
 from rtcwm.model.loading import FP32_ISLAND, BaseSource, meta_model
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from rtcwm.engine.copies import paged
 from rtcwm.engine.memory import GIB
 from rtcwm.engine.settings import ActivationSettings, AdapterSettings, BaseSettings
 from rtcwm.model.cache import rollout_bytes
@@ -92,11 +93,12 @@ class Needs:
         }
 
     def away(self, rows: int) -> dict[str, int]:
-        """What blocks keep of ``rows`` rows in host memory, by the key that sends it there."""
-        activations, sizes = self.settings.activations, self.blocks
+        """What blocks keep of ``rows`` rows in pages of host memory, by the key that sends it there."""
+        activations, one = self.settings.activations, replace(self.blocks, layers=1)
+        inputs, outputs = paged(one.inputs(rows)), paged(one.outputs(rows))
         return {
-            "cpu_checkpointing": sizes.inputs(rows) if activations.cpu_checkpointing else 0,
-            "offload_attention": sizes.outputs(rows) if activations.offload_attention else 0,
+            "cpu_checkpointing": self.blocks.layers * inputs if activations.cpu_checkpointing else 0,
+            "offload_attention": self.blocks.layers * outputs if activations.offload_attention else 0,
         }
 
     def host_base(self) -> dict[str, int]:
@@ -138,7 +140,7 @@ class TrainNeeds(Needs):
         return Moment("backward pass", backward), Moment("optimizer's step", always | self.update(self.adapter))
 
     def host(self) -> dict[str, int]:
-        """Page-locked host memory of a rank with a card, by the key or the part of the program that takes it."""
+        """Host memory of a rank with a card, by the key or the part of the program that takes it."""
         parked = self.moments(self.adapter) if self.adapter_settings.park_moments else 0
         return self.host_base() | self.away(self.batch * self.layout.rows) | {"park_moments": parked}
 
@@ -177,9 +179,7 @@ class DistillNeeds(Needs):
         filled = 1 if self.kv_reuse else SPAN_CHUNKS - 1
         filling = batch * filled * (layout.target_chunk + layout.proxy_chunk)
         activations = self.settings.activations
-        # A rollout's graphs keep no outputs.
-        lasting = "recompute" if activations.policy == "save_attention" else activations.policy
-        one = self.kept(chunk, replace(activations, policy=lasting, offload_attention=False, keep_products=0), keys)
+        one = self.kept(chunk, self.settings.activations.lasting, keys)
         graphs = {name: self.grad_chunks * size for name, size in one.items()}
         teacher = self.dtype.itemsize * self.teacher.parameters if self.teacher else 0
         always = {"base": self.base(), "adapters": self.weights([self.student, self.critic]) + teacher}
@@ -203,8 +203,9 @@ class DistillNeeds(Needs):
 
     def host(self) -> dict[str, int]:
         """As of `TrainNeeds`; moments of student and critic are parked while they are not in use."""
-        graphs = replace(self.settings, activations=replace(self.settings.activations, offload_attention=False))
-        rollout = replace(self, settings=graphs).away(self.grad_chunks * self.batch * self.layout.target_chunk)
+        graphs = replace(self.settings, activations=self.settings.activations.lasting)
+        a_chunk = replace(self, settings=graphs).away(self.batch * self.layout.target_chunk)
+        rollout = {key: self.grad_chunks * size for key, size in a_chunk.items()}
         critic = self.away(self.batch * self.window_rows)
         parked = self.moments(self.student) + self.moments(self.critic)
         worst = max(rollout, critic, key=lambda parts: sum(parts.values()))
