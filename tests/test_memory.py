@@ -184,10 +184,15 @@ def train_needs(
     )  # fmt: skip
 
 
-def shared_base(world, config: dict) -> tuple[int, int]:
-    base = BaseEngine(world, SeededSource(config, 1), read_base_settings(shipped_config("base_cpu")))
+def shared_base(world, config: dict, device_blocks: int) -> tuple[int, int]:
+    settings = replace(read_base_settings(shipped_config("base_cpu")), device_blocks=device_blocks)
+    base = BaseEngine(world, SeededSource(config, 1), settings)
     buffers = sum(buffer.memory.nbytes for buffer in base.carrier._buffers)
     return sum(p.ds_tensor.nbytes for p in base.model.parameters()), buffers
+
+
+def shared_bases(world, config: dict, *device_blocks: int) -> list[tuple[int, int]]:
+    return [shared_base(world, config, blocks) for blocks in device_blocks]
 
 
 def test_the_base_whole_and_in_parts(tmp_path):
@@ -199,12 +204,16 @@ def test_the_base_whole_and_in_parts(tmp_path):
     assert replace(needs, table=True).base() == needs.base() - adaln
     mixed = build_base(SeededSource(config, 1), torch.device("cpu"), torch.bfloat16)
     assert replace(needs, dtype=torch.bfloat16).base() == sum(p.nbytes for p in mixed.parameters())
-    for part, buffers in run_ranks(2, shared_base, config):
+    for (part, buffers), (_, all_blocks) in run_ranks(2, shared_bases, config, 2, 100):
         assert part + buffers == pytest.approx(train_needs(config, 2, None, None, shard=2).base(), rel=0.03)
         shared = (config, torch.float32, False, 2, needs.settings)
         assert host_bytes(*shared, cpu=True) == pytest.approx(part + buffers, rel=0.03)
     host = replace(needs, settings=replace(needs.settings, offload=True))
     assert host.base() == pytest.approx(buffers, rel=0.03)
+    # More blocks than the base has are all of them: four of its four, and two.
+    assert all_blocks == 2 * buffers
+    many = replace(host, settings=replace(host.settings, device_blocks=100))
+    assert many.base() == 2 * host.base() == replace(many, settings=replace(many.settings, device_blocks=4)).base()
     assert host_bytes(*shared, cpu=False) == 0
     assert host_bytes(*shared[:4], host.settings, cpu=False) == pytest.approx(part, rel=0.03)
     assert host_bytes(*shared[:4], host.settings, cpu=True) == pytest.approx(part + buffers, rel=0.03)

@@ -83,7 +83,7 @@ class Carrier:
 
     Args:
         blocks: in the order of a forward pass; their parameters are those of `deepspeed.zero.Init`.
-        buffers: blocks that the device holds at once, from 2.
+        buffers: blocks that the device holds at once, from 2; no more than there are.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device, buffers: int = 2):
@@ -94,7 +94,7 @@ class Carrier:
         self._owner = {param: block for block in blocks for param in block.parameters()}
         size = max(places[-1].end for places in self._places.values())
         self._device, self._size = device, size
-        self._buffers = [self._new_buffer() for _ in range(buffers)]
+        self._buffers = [self._new_buffer() for _ in range(min(buffers, len(blocks)))]
         self._clock = 0
         self._compute = None if self.side.stream is None else torch.cuda.current_stream(device)
         if self._compute is not None:

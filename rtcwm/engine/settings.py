@@ -73,13 +73,6 @@ class ActivationSettings:
             return self
         return replace(self, policy="recompute", offload_attention=False, keep_products=0)
 
-    @property
-    def lasting(self) -> "ActivationSettings":
-        """Of graphs that live long, as a rollout's do: under "save_attention" they keep no outputs."""
-        if self.policy != "save_attention":
-            return self
-        return replace(self, policy="recompute", offload_attention=False, keep_products=0)
-
     def check_blocks(self, blocks: int) -> None:
         """Raises `UserError` where more blocks are asked for than the base has."""
         if self.keep_products > blocks:
@@ -99,7 +92,7 @@ class BaseSettings:
         offload: each rank's part of the base is in host memory (``offload_param.device`` "cpu"); pin_base: page-locked.
         prefetch: bring every block while the one before computes, see `carrier`; matters where ranks share the base or
             it is in host memory.
-        device_blocks: blocks that the card then holds at once, from 2; more of them are moved less often.
+        device_blocks: blocks that the card then holds at once, from 2, or all; more of them are moved less often.
         memory_limit_gib: most that torch's allocator may take on a card, or None.
     """
 

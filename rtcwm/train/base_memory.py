@@ -29,7 +29,7 @@ def card_bytes(config: Mapping, dtype: torch.dtype, table: bool, shard: int, set
     blocks, others = _sizes(json.dumps(dict(config)), dtype, table)
     if shard == 1 and not settings.offload:
         return blocks + others
-    buffers = settings.device_blocks * blocks // config["num_layers"]
+    buffers = min(settings.device_blocks, config["num_layers"]) * blocks // config["num_layers"]
     return buffers + (0 if settings.offload else (blocks + others) // shard)
 
 
