@@ -105,6 +105,7 @@ def test_work_of_the_released_step(released):
         *({"policy": policy, "ffn_rows": rows} for policy in POLICIES for rows in (0, 4)),
         {"policy": "save_attention", "keep_products": 1},
         {"policy": "save_attention", "keep_products": 2, "ffn_rows": 4},
+        {"policy": "save_attention", "keep_products": 99},
     ],
 )
 def test_work_done_is_what_torch_counts(given):
@@ -267,7 +268,8 @@ def test_distill_takes_the_same_iterations_on_both_sides(base, tmp_path):
 
 def test_distill_with_a_causal_teacher(base, tmp_path):
     flags = {"chunks": 6, "grad-chunks": 1, "critic-per-gen": 1, "steps": 1, "warmup": 0, "teacher-kind": "causal"}
-    found, _ = bench("distill", base, tmp_path / "distill.json", **flags, stops="last")
+    found, said = bench("distill", base, tmp_path / "distill.json", **flags, stops="last", **{"joint-scores": "on"})
+    assert "teacher and critic score in one pass" in said
     assert found["case"]["window_rows"] == found["case"]["rows"]
     assert found["difference"]["critic"]["most"] < 1e-3 and found["difference"]["dmd"]["most"] < 1e-3
 

@@ -296,12 +296,13 @@ def test_training_as_it_was_measured(tmp_path):
     moved = replace(train, settings=replace(needs.settings, activations=away))
     # The card holds those of two blocks, in bf16.
     assert largest(moved).total - largest(train).total == 2 * needs.layout.rows * 56 * 128 * 2
-    one, four = (
+    one, four, fifty, more = (
         largest(replace(moved, settings=replace(moved.settings, activations=replace(away, keep_products=n))))
-        for n in (1, 4)
+        for n in (1, 4, 50, 99)
     )
     # Those of the block at work are there anyway.
     assert one.total == largest(moved).total
+    assert fifty.total == more.total, "a base of 50 blocks has no more"
     assert four.total - one.total == 3 * needs.layout.rows * (3 * 56 * 128 + 5376 + 2 * 14336) * 2
 
 

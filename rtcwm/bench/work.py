@@ -108,7 +108,7 @@ class Sizes:
         product (its recompute ends with the last tensor that the gradient needs), less attention where its outputs are
         kept; of blocks whose products are kept, the adapter's small products of the layers' inputs. A feed-forward in
         parts repeats its first layer in any case."""
-        kept = settings.keep_products / self.layers
+        kept = settings.kept_products(self.layers) / self.layers
         again, parts = (0.0, 1.0) if settings.policy == "none" else (1.0 - kept, kept)
         parts = parts if settings.ffn_rows else 0.0
         downs = kept * (self.attention_downs + (0 if settings.ffn_rows else self.ffn_downs))

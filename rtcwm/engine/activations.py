@@ -46,12 +46,11 @@ class Activations:
         carrier: Carrier | None = None,
         blocks: Sequence[nn.Module] = (),
     ):
-        settings.check_blocks(len(blocks))
         self.settings = settings
         self.slot = slot
         self.copies, self.carrier = copies, carrier
         self.kept_bytes: Counter[str] = Counter()
-        self._products = frozenset(list(blocks)[len(blocks) - settings.keep_products :])
+        self._products = frozenset(list(blocks)[len(blocks) - settings.kept_products(len(blocks)) :])
         self._reported = False
         # The output of the last block that was run with a graph, and what was kept of that block.
         self._last: tuple[weakref.ref, weakref.ref] | None = None

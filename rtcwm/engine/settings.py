@@ -52,8 +52,8 @@ class ActivationSettings:
         cpu_checkpointing: keep block inputs in host memory between forward and backward.
         pin_memory: page-locked host memory for them, on GPUs; else their copies hold up the computation.
         offload_attention: with "save_attention" and ``cpu_checkpointing``, attention outputs go the same way.
-        keep_products: with "save_attention", of so many of the last blocks the outputs of linear layers are kept too
-            (H3 at 33,968 rows: 3.8 GB a block), so that their recompute is elementwise work: memory left over bought
+        keep_products: with "save_attention", of so many of the last blocks, or all, the outputs of linear layers are
+            kept too (H3 at 33,968 rows: 3.8 GB a block), so that their recompute is elementwise work: memory left over bought
             for speed. The last ones, because the backward pass frees theirs first.
         ffn_rows: so many rows at a time go through a feed-forward, whose two widest tensors then exist for these alone
             (H3 at 33,968 rows: 2.9 GB else, and as much for their gradients); 0 for all.
@@ -73,13 +73,9 @@ class ActivationSettings:
             return self
         return replace(self, policy="recompute", offload_attention=False, keep_products=0)
 
-    def check_blocks(self, blocks: int) -> None:
-        """Raises `UserError` where more blocks are asked for than the base has."""
-        if self.keep_products > blocks:
-            raise UserError(
-                f"activation_checkpointing.keep_products is {self.keep_products} and the base has {blocks} blocks: set "
-                "it lower"
-            )
+    def kept_products(self, blocks: int) -> int:
+        """Of how many blocks outputs of linear layers are kept, on a base of so many."""
+        return min(self.keep_products, blocks)
 
 
 @dataclass(frozen=True)

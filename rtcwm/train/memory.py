@@ -89,7 +89,7 @@ class Needs:
             "block inputs": 0 if activations.cpu_checkpointing else sizes.inputs(rows),
             "attention outputs": with_outputs.outputs(rows) if activations.policy == "save_attention" else 0,
             # While all of them are there the last block is at work, and its own are counted with that.
-            "outputs of linear layers": max(0, activations.keep_products - 1) * sizes.products(rows),
+            "outputs of linear layers": max(0, activations.kept_products(sizes.layers) - 1) * sizes.products(rows),
         }
 
     def away(self, rows: int) -> dict[str, int]:

@@ -130,7 +130,6 @@ def check_settings(world: World, config: RunConfig) -> tuple[BaseSource, BaseSet
             f"--val-clips {config.val_clips} would hold out every one of the {EMBEDDED_CLIPS} embedded clips: at most "
             f"{most}",
         )
-    settings.activations.check_blocks(source.config["num_layers"])
     table = level_grid(config, source) is not None
     check_base_room(source, world.device, settings, table, shard, world.local_size)
     kernel = resolve(config.attn, world.device, config.compile)
