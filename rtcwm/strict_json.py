@@ -16,11 +16,21 @@ def read_object(path: Path, expected: str, blank: bool = False) -> dict:
         blank: whether a file without a word, or `null`, counts as an empty object.
 
     Raises:
-        UserError: it cannot be read, or holds something else.
+        UserError: it cannot be read, holds something else, or a key twice, of which the last would win silently.
     """
+
+    def once(pairs: list[tuple[str, object]]) -> dict:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = next(key for place, (key, _) in enumerate(pairs) if key in dict(pairs[:place]))
+            raise UserError(f"{path}: the key {twice!r} stands twice in one object: keep one")
+        return found
+
     try:
         text = path.read_text()
-        found = {} if blank and text.strip() in ("", "null") else json.loads(text)
+        found = {} if blank and text.strip() in ("", "null") else json.loads(text, object_pairs_hook=once)
+    except UserError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}), expected {expected}") from error
     if not isinstance(found, dict):

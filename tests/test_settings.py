@@ -93,6 +93,18 @@ def test_shipped_adapter_config_is_the_recipe():
     assert default_base_config(torch.device("cpu")).name == "base_cpu.json"
 
 
+@pytest.mark.parametrize("given", [{}, {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.999]}}}])
+def test_what_a_file_leaves_out_stands_as_if_it_were_written(tmp_path, given):
+    """A run goes on with a file that writes the same numbers out, or leaves them out; they are torch's own."""
+    plain, written = (
+        read_adapter_settings(path).deepspeed for path in (write(tmp_path, given), shipped_config("adapter"))
+    )
+    for key in ("optimizer", "gradient_clipping"):
+        assert plain[key] == written[key]
+    torchs = torch.optim.AdamW([torch.zeros(1)]).defaults
+    assert {key: torchs[key] for key in ("eps", "weight_decay")}.items() <= plain["optimizer"]["params"].items()
+
+
 def test_integer_betas_become_floats(tmp_path):
     settings = read_adapter_settings(write(tmp_path, {"optimizer": {"type": "AdamW", "params": {"betas": [0, 0.999]}}}))
     betas = settings.deepspeed["optimizer"]["params"]["betas"]
@@ -104,6 +116,8 @@ def test_integer_betas_become_floats(tmp_path):
     [
         ("{", "not valid JSON"),
         ("[]", "expected an object"),
+        ('{"shard_group": 1, "prefetch": true, "shard_group": 2}', "the key 'shard_group' stands twice"),
+        ('{"zero_optimization": {"stage": 2, "stage": 3}}', "the key 'stage' stands twice in one object: keep one"),
         ({"shard_groups": 2}, "unknown key 'shard_groups'"),
         ({"bf16": {"enabled": True}}, "'bf16' is not used here"),
         ({"optimizer": {}}, "unknown key 'optimizer'"),

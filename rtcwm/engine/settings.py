@@ -39,7 +39,8 @@ ACTIVATION_REFUSED = (
     "partition_activations", "contiguous_memory_optimization", "number_checkpoints",
     "synchronize_checkpoint_boundary", "profile",
 )  # fmt: skip
-OPTIMIZER_PARAMS = {"betas", "eps", "weight_decay", "torch_adam"}
+ADAMW, BETAS = {"eps": 1e-8, "weight_decay": 0.01, "torch_adam": True}, [0.9, 0.999]
+OPTIMIZER_PARAMS = {"betas", *ADAMW}
 
 
 @dataclass(frozen=True)
@@ -158,14 +159,15 @@ def read_adapter_settings(path: Path) -> AdapterSettings:
     if unknown := sorted(set(params) - OPTIMIZER_PARAMS):
         reason = " (the learning rate comes from the command line)" if "lr" in unknown else ""
         raise UserError(f"{path}: unknown optimizer params {unknown}{reason}; known: {sorted(OPTIMIZER_PARAMS)}")
-    betas = params.get("betas", [0.9, 0.999])
+    betas = params.get("betas", BETAS)
     if not isinstance(betas, list) or len(betas) != 2 or not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
         raise UserError(f"{path}: optimizer betas are {betas}, expected two numbers in [0, 1)")
     for key in ("eps", "weight_decay"):
         if not is_number(params.get(key, 0)) or params.get(key, 0) < 0:
             raise UserError(f"{path}: optimizer {key} is {params[key]!r}, expected 0 or a positive number")
-    # torch refuses an integer beta, and FusedAdam would be compiled without torch_adam.
-    optimizer["params"] = {"torch_adam": True} | params | {"betas": [float(beta) for beta in betas]}
+    # torch refuses an integer beta, and FusedAdam would be compiled without torch_adam. Defaults stand there as if they
+    # had been written, since a resumed run holds what is written against what it began with.
+    optimizer["params"] = ADAMW | params | {"betas": [float(beta) for beta in betas]}
     accumulation = config.setdefault("gradient_accumulation_steps", 1)
     if not is_whole(accumulation) or accumulation < 1:
         raise UserError(f"{path}: gradient_accumulation_steps is {accumulation!r}, expected a whole number from 1")
