@@ -128,6 +128,7 @@ class DistillBench(TwoSides):
         grad_chunks: last chunks that keep a graph.
         critic_per_gen: critic updates an iteration.
         teacher_kind: released (37 latents in both directions) or causal (a span).
+        joint_scores: on our side teacher and critic score in one pass, as in distillation.
         steady: after the iterations, time a stream without a graph as well.
         student_config: DeepSpeed JSON of the student.
         critic_config: DeepSpeed JSON of the critic.
@@ -141,6 +142,7 @@ class DistillBench(TwoSides):
     grad_chunks: int = 4
     critic_per_gen: int = 7
     teacher_kind: Literal["released", "causal"] = "released"
+    joint_scores: Literal["auto", "on", "off"] = "auto"
     steady: bool = True
     student_config: str | None = None
     critic_config: str | None = None

@@ -72,7 +72,8 @@ def distill_config(settings: DistillBench, case: Case, made: Files) -> DistillCo
         teacher_kind=settings.teacher_kind, steps=settings.denoise_steps, min_chunks=settings.chunks,
         max_chunks=settings.chunks, stops=settings.stops, grad_chunks=settings.grad_chunks,
         critic_per_gen=settings.critic_per_gen, iters=settings.warmup + settings.steps + 1,
-        student_config=settings.student_config, critic_config=settings.critic_config,
+        joint_scores=settings.joint_scores, student_config=settings.student_config,
+        critic_config=settings.critic_config,
         **shared_settings(settings, made),
     )  # fmt: skip
 

@@ -64,7 +64,8 @@ class DistillPlan:
             f"start frames: {len(self.starts)} of {len({clip.id for clip, _ in self.starts})} clips; held out: "
             f"{len(self.held_out)} clips ({len({clip.episode for clip in self.held_out})} episodes){short}",
             f"iterations: {config.iters} of {world.size * config.batch} rollouts, "
-            f"{config.critic_per_gen} critic updates each",
+            f"{config.critic_per_gen} critic updates each; teacher and critic score "
+            f"{'in one pass over the base' if self.joint else 'one after the other'}",
             *self.memory,
         ]
 
