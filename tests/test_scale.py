@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -14,9 +16,10 @@ from launch import environment, free_port
 from ranks import CONTEXT, run_ranks
 from small import CONFIG
 
+from rtcwm.bench.command import ScaleBench
 from rtcwm.bench.launcher import Child
 from rtcwm.bench.scale import chosen
-from rtcwm.bench.scale_parts import parts_of
+from rtcwm.bench.scale_parts import Place, parts_of
 from rtcwm.bench.scale_table import describe, train_scaling
 from rtcwm.engine import watch
 from rtcwm.engine.adapter import AdapterEngine
@@ -135,6 +138,39 @@ def test_parts_and_their_order():
     with pytest.raises(UserError, match="--only train-2: expected some of train, distill, same, train-1"):
         chosen(parts_of(2), ["train-2"])
     assert [round(train_scaling(ranks), 3) for ranks in (2, 4, 8)] == [0.95, 0.935, 0.92]
+
+
+@pytest.mark.parametrize(
+    ("config", "only", "message"),
+    [
+        ({"activation_checkpointing": {"policy": "none"}}, "[same,train]", "part train-2-by2: .*'none' needs shard_gro"),
+        ({"device_block": 3}, "[train-1]", "unknown key 'device_block'"),
+        (None, "[train-1]", "no DeepSpeed config at"),
+    ],
+)  # fmt: skip
+def test_a_base_config_that_does_not_fit_is_said_before_the_first_part(
+    base, tmp_path, monkeypatch, capsys, config, only, message
+):
+    file, out = tmp_path / "engine.json", tmp_path / "scale"
+    if config is not None:
+        file.write_text(json.dumps(config))
+    flags = {"out": out, "base": base, "ranks": 2, "height": 64, "width": 96, "only": only, "base-config": file}
+    words = (word for name, value in flags.items() for word in (f"--{name}", value))
+    assert rtcwm(monkeypatch, "bench", "scale", *words) == 2
+    said = capsys.readouterr()
+    assert re.search(message, said.err) and str(file) in said.err and said.out == "" and not out.exists()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_parts_get_files_that_their_engines_take(base, tmp_path, offload):
+    """A file for ranks that share the base: where each has one of its own nothing is moved, but from host memory."""
+    file, zero = tmp_path / "engine.json", {"offload_param": {"device": "cpu"}} if offload else {}
+    file.write_text(json.dumps({"shard_group": 2, "device_blocks": 4, "zero_optimization": zero}))
+    settings = ScaleBench(out=tmp_path, base=str(base), ranks=2, base_config=str(file))
+    for part in parts_of(2):
+        found = read_base_settings(Place(settings, part, 0.0, Event()).base_config())
+        moves = part.group == 2 or offload
+        assert (found.shard_group, found.device_blocks, found.offload) == (part.group, 4 if moves else 2, offload)
 
 
 def timed(family: str, ranks: int, group: int, seconds: float, waited: float, digest: str = "a") -> dict:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from rtcwm.bench.command import ScaleBench
-from rtcwm.bench.scale_parts import FAMILIES, Part, Place, case_of, parts_of, run_part
+from rtcwm.bench.scale_parts import FAMILIES, Part, Place, case_of, check_base, parts_of, run_part
 from rtcwm.bench.scale_table import describe
 from rtcwm.engine.checkpoint import replace_file
 from rtcwm.errors import require
@@ -42,6 +42,7 @@ def bench(settings: ScaleBench) -> int:
     for family in FAMILIES:
         case_of(settings, family)  # a base or a size that is not there: an error now
     wanted = chosen(parts_of(ranks), settings.only)
+    check_base(settings, wanted)
     settings.out.mkdir(parents=True, exist_ok=True)
     results = Results(settings)
     schedule = Schedule(settings, results, end)

@@ -22,8 +22,11 @@ import torch
 from rtcwm.bench.command import ScaleBench
 from rtcwm.bench.inputs import Case, files
 from rtcwm.bench.launcher import ALONE, Child, command
-from rtcwm.engine.settings import default_base_config, shipped_config
+from rtcwm.engine.base import shard_group_size
+from rtcwm.engine.settings import MOVING_KEYS, default_base_config, read_base_settings, shipped_config
 from rtcwm.engine.watch import is_running
+from rtcwm.engine.world import World
+from rtcwm.errors import UserError
 from rtcwm.model.layout import SPAN_CHUNKS
 
 FAMILIES = ("train", "distill", "same")
@@ -111,11 +114,13 @@ class Place:
             time.sleep(0.1)
 
     def base_config(self) -> Path:
-        """The base engine's file with this part's shard group."""
-        given = self.settings.base_config
-        config = json.loads((Path(given) if given else default_base_config(_device())).read_text())
+        """The base engine's file with this part's shard group, less what has no effect with that."""
+        given = base_file(self.settings)
+        config = json.loads(given.read_text()) | {"shard_group": self.part.group}
+        if self.part.group == 1 and not read_base_settings(given).offload:
+            config = {key: value for key, value in config.items() if key not in MOVING_KEYS}
         path = self.file(".base-config")
-        path.write_text(json.dumps(config | {"shard_group": self.part.group}))
+        path.write_text(json.dumps(config))
         return path
 
     def case(self) -> Case:
@@ -143,6 +148,30 @@ def case_of(settings: ScaleBench, family: str) -> Case:
     height, width = (settings.same_height, settings.same_width) if same else (None, None)
     sizes = {"height": height or settings.height, "width": width or settings.width}
     return Case.of(replace(settings, layers=min(own, whole) if own else settings.layers, **sizes))
+
+
+def base_file(settings: ScaleBench) -> Path:
+    """The base engine's file that every part's is made from."""
+    return Path(settings.base_config) if settings.base_config else default_base_config(_device())
+
+
+def check_base(settings: ScaleBench, parts: Sequence[Part]) -> None:
+    """Holds the base engine's file against the shard group of every part.
+
+    Raises:
+        UserError: the file is not there or not valid, or some part could not share a base in its way.
+    """
+    file = base_file(settings)
+    found = read_base_settings(file)
+    for part in parts:
+        ranks = World(0, part.ranks, 0, part.ranks, _device())
+        try:
+            shard_group_size(ranks, replace(found, shard_group=part.group))
+        except UserError as error:
+            raise UserError(
+                f"{file}, with the shard group of part {part.name}: {error}. Name another --base-config, or leave the "
+                "part out with --only"
+            ) from error
 
 
 def run_part(part: Part, place: Place) -> dict:
