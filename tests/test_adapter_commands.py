@@ -48,7 +48,7 @@ def test_export_and_show(tmp_path, monkeypatch, capsys):
         assert line in told, line
     loaded = load_adapter(source, CONFIG)
     norms = {
-        (block, site): float((1.5 * pairs[site].up @ pairs[site].down).norm())
+        (block, site): float((1.5 * pairs[site].up @ pairs[site].down).detach().norm())
         for block, pairs in enumerate(loaded.blocks)
         for site in SITES
     }
