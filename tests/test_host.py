@@ -14,9 +14,9 @@ def group(folder: Path, limit: str, used: int, cache: int, version: int) -> None
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in zip(names, (limit, used), strict=True):
         (folder / name).write_text(f"{text}\n")
-    (folder / "memory.stat").write_text(
-        f"anon 5\n{'inactive_file' if version == 2 else 'total_inactive_file'} {cache}\n"
-    )
+    kind = "" if version == 2 else "total_"
+    lines = ("anon 5", f"{kind}inactive_file {cache // 2}", f"{kind}active_file {cache - cache // 2}", f"{kind}file 9")
+    (folder / "memory.stat").write_text("\n".join(lines) + "\n")
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -52,3 +52,4 @@ def test_what_does_not_fit_is_refused():
     ):
         check_host_room(2**50, "a pebibyte", "buy less")
     assert free > GIB / 10
+    assert check_host_room(0, "nothing", "") > 0

@@ -323,9 +323,7 @@ def test_host_memory_as_it_was_measured(tmp_path):
         68.0: released("base_1x80gb_distill", tmp_path, grad_chunks=3),
     }
     for measured, each in runs.items():
-        assert -1 < measured - sum(each.host().values()) / GIB < 0.07 * measured + 1, (
-            measured
-        )  # base in chunks of its own
+        assert -1 < measured - sum(each.host().values()) / GIB < 0.07 * measured + 1, measured
     assert not check_host(train("base_gpu", "adapter"), world), "nothing leaves the card"
     crowd = SimpleNamespace(device=torch.device("cuda"), local_size=10**6)
     with pytest.raises(

@@ -143,7 +143,7 @@ def test_parts_and_their_order():
 @pytest.mark.parametrize(
     ("config", "only", "message"),
     [
-        ({"activation_checkpointing": {"policy": "none"}}, "[same,train]", "part train-2-by2: .*'none' needs shard_gro"),
+        ({"activation_checkpointing": {"policy": "none"}}, "[same,train]", "part train-2-by2: .*'none' needs shard"),
         ({"device_block": 3}, "[train-1]", "unknown key 'device_block'"),
         (None, "[train-1]", "no DeepSpeed config at"),
     ],

@@ -2,7 +2,8 @@
 
 Every part is a launch of a real program through a real launcher (`scale_parts`), with a hard limit, its own log and its
 own result on disk, so that a part that fails, hangs or finds no time takes nothing from the others, and the same
-command goes on where it stopped. Parts of one rank run at the same time, each on a GPU of its own.
+command goes on where it stopped. One part runs at a time: side by side, each on a GPU of its own, two slowed each other
+down.
 """
 
 import json

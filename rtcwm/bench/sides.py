@@ -178,6 +178,8 @@ def _take_steps(world: World, plan: Plan, settings: TwoSides, ceilings: Mapping[
     try:
         found |= runner.extra()
     except torch.OutOfMemoryError as error:  # what was timed stands
+        if world.size > 1:
+            raise
         world.print(f"no further measurement: {str(error).splitlines()[0]}")
     release(world.device)
     if settings.profile:

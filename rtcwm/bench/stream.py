@@ -42,7 +42,7 @@ def bench(settings: StreamBench) -> None:
         case = sized_case(world, settings, copies=1 if settings.base_config else world.local_size)
         with rank_files(world, case, SPAN_CHUNKS, settings.seed) as made:
             config = TrainConfig(**shared_settings(settings, made))
-            source, base, kernel = check_settings(world, config)
+            source, base, kernel = world.on_all(lambda: check_settings(world, config))
             clip = open_clips(made.clips)[0]
             sampling = SamplerConfig(steps=settings.denoise_steps)
             given = stream_case(
@@ -131,6 +131,7 @@ class OurStreaming(_Streaming):
             self.run: Run = inject(self.model).runner(self.adapter)
         else:
             base = BaseEngine(world, source, settings, table)
+            base.activations.measure(False)  # nobody asks for the waits of a stream
             self.model, self.run = base.model, base.activations.runner(self.adapter)
         install(self.model, start.kernel, ffn_rows=settings.activations.ffn_rows if settings else 0)
 

@@ -12,9 +12,9 @@ import psutil
 from rtcwm.errors import UserError
 
 GIB = 2**30
-FILES = {  # by version of control groups: limit, use, and in memory.stat the cache that gives way
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    2: ("memory.max", "memory.current", "inactive_file"),
+FILES = {  # by version of control groups: limit, use, and in memory.stat the cached files, which give way
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+    2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
 }
 
 
@@ -26,7 +26,7 @@ def free_bytes(process: Path = Path("/proc/self/cgroup"), mounts: Path = Path("/
 def check_host_room(needed: int, what: str, advice: str) -> int:
     """Bytes that are free. Raises UserError where they cannot hold so many of something."""
     free = free_bytes()
-    if needed >= free:
+    if needed and needed >= free:
         raise UserError(
             f"{what} takes {needed / GIB:.1f} GiB of host memory, and {free / GIB:.1f} GiB are free for this process: "
             f"{advice}"
@@ -43,7 +43,7 @@ def _left(process: Path, mounts: Path) -> Iterator[int]:
                 text, use = (folder / limit).read_text().strip(), int((folder / used).read_text())
                 stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                 if text != "max":
-                    yield max(0, int(text) - use + int(stat.get(cache, 0)))
+                    yield max(0, int(text) - use + sum(int(stat.get(name, 0)) for name in cache))
             except (OSError, ValueError):
                 pass  # the root has no limit, and a container does not see the groups around it
             if folder == top:

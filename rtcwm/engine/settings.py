@@ -54,8 +54,8 @@ class ActivationSettings:
         pin_memory: page-locked host memory for them, on GPUs; else their copies hold up the computation.
         offload_attention: with "save_attention" and ``cpu_checkpointing``, attention outputs go the same way.
         keep_products: with "save_attention", of so many of the last blocks, or all, the outputs of linear layers are
-            kept too (H3 at 33,968 rows: 3.8 GB a block), so that their recompute is elementwise work: memory left over bought
-            for speed. The last ones, because the backward pass frees theirs first.
+            kept too (H3 at 33,968 rows: 3.8 GB a block), so that their recompute is elementwise work: memory left over
+            is given for speed. The last ones, because the backward pass frees theirs first.
         ffn_rows: so many rows at a time go through a feed-forward, whose two widest tensors then exist for these alone
             (H3 at 33,968 rows: 2.9 GB else, and as much for their gradients); 0 for all.
     """

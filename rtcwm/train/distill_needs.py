@@ -55,4 +55,5 @@ def distill_needs(
         critic_settings=engines[1], window_rows=window_rows(config, inputs.span),
         shortest=window_chunks(config.teacher_kind), chunks=config.max_chunks,
         grad_chunks=config.grad_chunks, kv_reuse=config.kv_reuse, joint=joint_scores(config, inputs),
+        ema=bool(config.ema),
     )  # fmt: skip

@@ -3,8 +3,8 @@
 What lives on a card is known beforehand: the base or its part of it, adapters with their gradients and moments, keys
 and values of a rollout and of its graphs, what blocks keep for their recompute, and one block at work. Each moment of a
 step is such a sum, and the largest is held against the card. Not counted: latents, rotary tables and AdaLN rows (a few
-0.1 GiB), the context of CUDA, and what the allocator loses in fragments. On an H200 training allocated 3 to 12% less than
-is said here, distillation 1% more.
+0.1 GiB), the context of CUDA, and what the allocator loses in fragments. On an H200 training allocated 3 to 12% less
+than is said here, distillation 1% more.
 
 Sizes are bytes on one rank. Adapters of p numbers on N ranks hold 4p of weights; in a backward pass 4p of gradients and
 4p / N of their means (ZeRO-2: the means alone) and the bucket they are averaged in; in the optimizer's step gradients,
@@ -111,7 +111,9 @@ class Needs:
         """Of an adapter, in the backward pass."""
         zero = settings.deepspeed["zero_optimization"]
         means = 4 * shape.parameters // self.ranks
-        return means + (4 * shape.parameters if zero["stage"] == 1 else 0) + 4 * zero.get("reduce_bucket_size", BUCKET)
+        buckets = (2 if zero.get("overlap_comm") else 1) if zero.get("contiguous_gradients", True) else 0
+        bucket = buckets * 4 * zero.get("reduce_bucket_size", BUCKET)
+        return means + (4 * shape.parameters if zero["stage"] == 1 else 0) + bucket
 
     def moments(self, shape: AdapterShape) -> int:
         return 8 * shape.parameters // self.ranks
@@ -144,6 +146,10 @@ class TrainNeeds(Needs):
         parked = self.moments(self.adapter) if self.adapter_settings.park_moments else 0
         return self.host_base() | self.away(self.batch * self.layout.rows) | {"park_moments": parked}
 
+    def saved(self) -> int:
+        """Bytes that rank 0 holds on the host while a checkpoint is written: weights and both moments."""
+        return 12 * self.adapter.parameters
+
     def alternatives(self) -> list[tuple[str, "Needs"]]:
         return _engine_alternatives(self, ["adapter_settings"])
 
@@ -155,7 +161,7 @@ class DistillNeeds(Needs):
     Attributes:
         student, teacher (None: none), critic: of the adapters; the teacher's weights are of the base's dtype.
         window_rows: rows of a teacher's window, shortest: its chunks; chunks: of the longest rollout; joint: both
-            scores in one pass.
+            scores in one pass; ema: rank 0 averages the student's weights.
     """
 
     student: AdapterShape = field(kw_only=True)
@@ -169,6 +175,7 @@ class DistillNeeds(Needs):
     grad_chunks: int = field(kw_only=True)
     kv_reuse: bool = field(kw_only=True)
     joint: bool = field(kw_only=True)
+    ema: bool = field(default=False, kw_only=True)
 
     def worst(self) -> tuple[Moment, ...]:
         layout, batch, sizes = self.layout, self.batch, self.blocks
@@ -210,6 +217,12 @@ class DistillNeeds(Needs):
         parked = self.moments(self.student) + self.moments(self.critic)
         worst = max(rollout, critic, key=lambda parts: sum(parts.values()))
         return self.host_base() | worst | {"parked moments": parked}
+
+    def saved(self) -> int:
+        """As of `TrainNeeds`, with the average of the student's weights."""
+        return 12 * (self.student.parameters + self.critic.parameters) + (
+            4 * self.student.parameters if self.ema else 0
+        )
 
     def alternatives(self) -> list[tuple[str, "Needs"]]:
         fewer = [(f"--grad-chunks {k}", replace(self, grad_chunks=k)) for k in range(self.grad_chunks - 1, 0, -1)]

@@ -116,11 +116,10 @@ def check_host(needs: TrainNeeds | DistillNeeds, world: World) -> list[str]:
     if needs.settings.offload and needs.shard < world.local_size:
         shared = sum(replace(needs, shard=world.local_size).host().values()) + PROCESS_BYTES
         advice += f", or let its ranks share a copy of the base, shard_group 0: {shared / GIB:.2f} GiB a rank"
-    ranks = f", for {world.local_size} ranks of this machine {world.local_size * total / GIB:.2f} GiB"
-    free = check_host_room(
-        world.local_size * total, f"what this run keeps away from the card ({listed}, GiB a rank)", advice
+    whole = world.local_size * total + needs.saved()
+    ranks = "" if world.local_size == 1 else f", for {world.local_size} ranks of this machine"
+    text = (
+        f"{total / GIB:.2f} GiB a rank ({listed}){ranks}, and {needs.saved() / GIB:.2f} while a checkpoint is written"
     )
-    return [
-        f"host memory of a rank, by formula: {total / GIB:.2f} GiB ({listed}){ranks if world.local_size > 1 else ''}; "
-        f"{free / GIB:.1f} GiB are free"
-    ]
+    free = check_host_room(whole, f"what this run keeps away from the card, {text},", advice)
+    return [f"host memory by formula: {text}: {whole / GIB:.2f} GiB, of {free / GIB:.1f} that are free"]
