@@ -19,6 +19,7 @@ from rtcwm.train.dataset import (
     draw_start,
     list_samples,
     load_window,
+    openings,
     silence,
     spans,
     start_frames,
@@ -46,7 +47,7 @@ def test_spans_avoid_flags_and_need_a_start_frame():
     assert found.train == ((0, 4), (0, 5)) and found.held_out == ()
     assert found.dropped == {
         "flagged: dark": 3,
-        "no start frame at or before the span": 1,
+        "no start frame at or before the span can open it": 1,
         "flagged: shaky": 1,
         "the clip is shorter than 6 chunks": 1,
     }
@@ -211,6 +212,16 @@ def test_start_frames_are_drawn_evenly_from_the_earlier_ones():
     with pytest.raises(UserError, match="no start frame at or before chunk 0"):
         draw_start(some, 0, generator)
     assert STARTS[0] == 0
+
+
+def test_a_span_is_not_opened_by_a_flagged_picture_or_one_of_another_scene():
+    some = clip(chunks=20, flagged={1: "scene cut", 4: "dark", 6: "static"}, starts=(0, 2, 4, 5))
+    assert [openings(some, first) for first in (0, 2, 5, 7)] == [[0], [2], [2, 5], [2, 5]]
+    assert spans(some) == tuple(range(7, 15)) and spans(replace(some, starts=(0, 4))) == ()
+    drawn = {draw_start(some, 7, torch.Generator().manual_seed(seed)) for seed in range(20)}
+    assert drawn == {2, 5}
+    with pytest.raises(UserError, match=r"no start frame at or before chunk 7 that is not flagged .* has \(0, 4\)"):
+        draw_start(replace(some, starts=(0, 4)), 7, torch.Generator())
 
 
 def run(sampler_of, ranks: int, steps: int, state=None) -> tuple[list[list], dict]:

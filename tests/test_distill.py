@@ -487,6 +487,26 @@ def test_bad_numbers_end_the_run_with_the_last_healthy_pair(options, tmp_path):
     assert rows(tmp_path / "run")[-1]["skipped"] == 2
 
 
+def one_bad_critic_update_each(world, options: dict) -> tuple:
+    """The first of an iteration's two critic updates is never finite."""
+    config = DistillConfig(**options)
+    trainer = Distiller(world, config, prepare(world, config))
+    backward, calls = trainer.critic.backward, iter(range(100))
+    trainer.critic.backward = lambda loss: backward(loss * float("nan") if next(calls) % 2 == 0 else loss)
+    with pytest.raises(UserError, match="2 iterations in a row"):
+        trainer.run()
+    return trainer.student.updates, trainer.critic.updates, trainer.student.state_dict()
+
+
+def test_what_skipped_iterations_did_update_is_saved(options, tmp_path):
+    choice = options | {"out": str(tmp_path / "run"), "iters": 3, "max_skips": 2, "critic_per_gen": 2}
+    student, critic, state = run_ranks(1, one_bad_critic_update_each, choice)[0]
+    assert (student, critic) == (2, 2)
+    saved = load_file(tmp_path / "run" / "state" / "step00002" / "student.safetensors")
+    assert all(torch.equal(saved[name], value) for name, value in state.items())
+    assert (tmp_path / "run" / "student_iter00002.safetensors").is_file()
+
+
 def test_started_alone_with_a_truncated_student(options, tmp_path):
     student = tmp_path / "student.safetensors"
     tensors = load_file(options["student_lora"])

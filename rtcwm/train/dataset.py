@@ -73,15 +73,22 @@ def sort_spans(clip: Clip, chunks: int = SPAN_CHUNKS) -> tuple[list[int], Counte
         flagged = [clip.flagged[chunk] for chunk in range(first, first + chunks) if chunk in clip.flagged]
         if flagged:
             dropped[f"flagged: {flagged[0]}"] += 1
-        elif clip.starts[0] > first:
-            dropped["no start frame at or before the span"] += 1
+        elif not openings(clip, first):
+            dropped["no start frame at or before the span can open it"] += 1
         else:
             kept.append(first)
     return kept, dropped
 
 
+def openings(clip: Clip, first: int) -> list[int]:
+    """Start frames m <= `first` that can open a span there: their own chunk, whose picture they are, is not flagged,
+    and no scene ends between them and the span."""
+    cuts = [chunk for chunk, reason in clip.flagged.items() if chunk < first and "cut" in reason]
+    return [m for m in clip.starts if m <= first and m not in clip.flagged and all(chunk < m for chunk in cuts)]
+
+
 def spans(clip: Clip, chunks: int = SPAN_CHUNKS) -> tuple[int, ...]:
-    """First chunks j of the spans none of whose chunks is flagged and that a start frame m <= j can open."""
+    """First chunks j of the spans none of whose chunks is flagged and that a start frame can open (`openings`)."""
     return tuple(sort_spans(clip, chunks)[0])
 
 
@@ -137,14 +144,17 @@ def list_samples(clips: Sequence[Clip], val_clips: int, seed: int) -> Samples:
 
 
 def draw_start(clip: Clip, first: int, generator: torch.Generator) -> int:
-    """A start frame m <= `first`, uniformly among the clip's (one number is drawn from a CPU generator).
+    """A start frame m <= `first` that can open a span there, uniformly (one number is drawn from a CPU generator).
 
     Raises:
-        UserError: the clip has none so early.
+        UserError: the clip has none.
     """
-    fitting = [start for start in clip.starts if start <= first]
+    fitting = openings(clip, first)
     if not fitting:
-        raise UserError(f"clip {clip.id} has no start frame at or before chunk {first} (it has {clip.starts})")
+        raise UserError(
+            f"clip {clip.id} has no start frame at or before chunk {first} that is not flagged and in the same scene "
+            f"(it has {clip.starts})"
+        )
     return fitting[int(torch.randint(len(fitting), (), generator=generator))]
 
 

@@ -162,7 +162,7 @@ class Loop(ABC):
 
     def _save(self) -> None:
         """One checkpoint, and the adapters as users load them."""
-        if self.skipped == self.step:
+        if not any(self._updates()):
             self.record.say(f"nothing to save after {self.unit} {self.step}: no {self.unit} has made an update yet")
             return
         if self.saved == self.step:
