@@ -38,7 +38,7 @@ from rtcwm.model.objectives import clean_from_velocity
 from rtcwm.model.packing import patchify
 from rtcwm.model.sampler import Stream, rollout
 from rtcwm.model.schedule import SamplerConfig, euler
-from rtcwm.train.inference import clip_noise, conditions
+from rtcwm.train.inference import Sampling, clip_noise, conditions
 from rtcwm.train.span import SpanNoise
 from rtcwm.train.teacher import Teacher
 
@@ -269,6 +269,9 @@ def maker(source, truth):
     return Maker(base, inject(base), kernel, truth, seed=0, device=torch.device("cpu"))
 
 
+NOISY = {"objective": "dmd", "steps": "4", "shift": "5.0", "history": "last-step", "history_level": "0.625"}
+
+
 @pytest.fixture(scope="module")
 def adapters(source, tmp_path_factory) -> dict[str, Path]:
     """Adapter files by what they say of themselves, each with weights of its own."""
@@ -283,6 +286,8 @@ def adapters(source, tmp_path_factory) -> dict[str, Path]:
         "foreign": common | {"base": "0" * 32},
         "recoded": common | {"codec": "other"},
         "silent": {},
+        "noisy": common | NOISY,
+        "unleveled": common | NOISY | {"history_level": "any"},
     }
     for seed, (name, metadata) in enumerate(said.items()):
         save_adapter(folder / f"{name}.safetensors", random_adapter(source.config, seed), metadata)
@@ -409,6 +414,30 @@ def test_defaults_come_from_the_adapter(source, adapters):
 
 
 @pytest.mark.parametrize(
+    "more, level, told",
+    [
+        ("", 0.625, "last-step (0.625)"),
+        (",steps=4,shift=5", 0.625, "last-step (0.625)"),
+        (",steps=8", 0.625, "at 0.625"),
+        (",shift=3", 0.625, "at 0.625"),
+        (",steps=1", 0.625, "at 0.625"),
+        (",steps=8,history=last-step", 5 / 12, "last-step (0.4167)"),
+        (",shift=3,history=last-step", 0.5, "last-step (0.5)"),
+        (",steps=8,history=clean", 0, "clean (0)"),
+        (",steps=8,history=0.25", 0.25, "at 0.25"),
+    ],
+)
+def test_a_student_attends_at_the_level_it_knows(source, adapters, more, level, told):
+    """Whatever schedule is asked for; levels of "last-step" by shift t / (1 + (shift - 1) t) at t = 1 / steps."""
+    model = model_of(f"m={adapters['noisy']}{more}", source)
+    assert model.sampling.history_level(0) == 0 and model.sampling.history_level(3).item() == pytest.approx(level)
+    assert f"history {told}, kv_reuse" in model.line()
+    own = told == "last-step (0.625)"  # the schedule's own number: no bit differs from training
+    assert own == (model.sampling == Sampling(steps=4, shift=5.0))
+    assert not own or torch.equal(model.sampling.history_level(3), SamplerConfig(steps=4, shift=5.0).sigmas[-2])
+
+
+@pytest.mark.parametrize(
     "text, message",
     [
         ("base", "NAME=ADAPTER"),
@@ -429,6 +458,7 @@ def test_defaults_come_from_the_adapter(source, adapters):
         ("m={folder}/foreign.safetensors", "trained on base 0000"),
         ("m={folder}/recoded.safetensors", "codec other"),
         ("m={folder}/critic.safetensors", "critic"),
+        ("m={folder}/unleveled.safetensors,steps=8", "history has to be given .* history_level 'any'"),
     ],
 )
 def test_models_that_cannot_be(source, adapters, text, message):

@@ -75,7 +75,7 @@ class Sampling(SamplerConfig):
 
     def line(self, forced: bool = False) -> str:
         """The sampling of a stream in words; `forced`: its history is replaced by the truth."""
-        level = self.history if self.sigma is None else f"at {self.sigma:g}"
+        level = f"{self.history} ({self.history_level(1):.4g})" if self.sigma is None else f"at {self.sigma:g}"
         history = f"history {'true, ' if forced else ''}{level}, kv_reuse {str(self.kv_reuse).lower()}"
         return f"{self.steps} steps, shift {self.shift:g}, {history}"
 
@@ -90,6 +90,9 @@ def read_sampling(
 ) -> Sampling:
     """How an adapter is sampled: as given, else as its file says, else by `DEFAULTS`.
 
+    A student knows its history at one noise level, which "last-step" names in its own schedule alone: with other steps
+    or another shift the level is the file's number.
+
     Args:
         where: what stands before a key's name in an error.
         kind: one of `KINDS`.
@@ -99,15 +102,19 @@ def read_sampling(
     Raises:
         UserError: values that cannot be read or do not go together.
     """
-    settings = DEFAULTS[kind] | _trained(kind, metadata, source) | dict(given)
+    usual = DEFAULTS[kind] | _trained(kind, metadata, source)
+    settings = usual | dict(given)
+    steps, shift = _schedule(where, settings)
     history, sigma = settings["history"], None
+    if "history" not in given and "history_level" in usual and (steps, shift) != _schedule(where, usual):
+        history = _trained_history(where, history, usual["history_level"])
     if history not in ("clean", "last-step"):
         sigma, history = _number(where, "history", history, float), "clean"
         if not 0 <= sigma <= 1:
             raise UserError(f"{where}history {sigma:g}: expected clean, last-step or a noise level of 0 to 1")
     return Sampling(
-        steps=_number(where, "steps", settings["steps"], int),
-        shift=_number(where, "shift", settings["shift"], float),
+        steps=steps,
+        shift=shift,
         history=history,
         sigma=sigma,
         kv_reuse=read_boolean(where, "kv_reuse", settings.get("kv_reuse", "true")),
@@ -120,7 +127,8 @@ def _trained(kind: str, metadata: Mapping[str, str], source: BaseSource) -> dict
     """What the adapter was trained for, where it is meant for this kind of sampling."""
     objective = metadata.get("objective", "")
     if kind == "few" and objective == "dmd":
-        return {key: metadata[key] for key in ("steps", "shift", "history", "kv_reuse") if key in metadata}
+        keys = ("steps", "shift", "history", "history_level", "kv_reuse")
+        return {key: metadata[key] for key in keys if key in metadata}
     if kind == "many" and objective in OBJECTIVES:
         return {key: metadata[key] for key in ("shift",) if key in metadata}
     if kind == "teacher":
@@ -128,6 +136,27 @@ def _trained(kind: str, metadata: Mapping[str, str], source: BaseSource) -> dict
         causal = objective in (*CAUSAL_OBJECTIVES, "critic")
         return shift if causal or "shift" not in metadata else {"shift": metadata["shift"]}
     return {}
+
+
+def _schedule(where: str, settings: Mapping[str, str]) -> tuple[int, float]:
+    """Steps and shift."""
+    return _number(where, "steps", settings["steps"], int), _number(where, "shift", settings["shift"], float)
+
+
+def _trained_history(where: str, history: str, level: str) -> str:
+    """The history of a student in another schedule than its own: `level`, of its file, for "last-step"."""
+    if history != "last-step":
+        return history
+    try:
+        known = 0 <= float(level) <= 1
+    except ValueError:
+        known = False
+    if not known:
+        raise UserError(
+            f"{where}history has to be given with other steps or another shift than the adapter's own: its file says "
+            f"history_level {level!r}, expected a noise level of 0 to 1"
+        )
+    return level
 
 
 def _number(where: str, key: str, value: str, kind: type) -> float | int:
