@@ -9,8 +9,9 @@ from full_disk import full_disk
 from safetensors.torch import load_file, save_file
 from small import CONFIG
 
-from rtcwm.adapters.inspect import RELEASED, compare, wants
+from rtcwm.adapters.inspect import compare, wants
 from rtcwm.model.adapter_files import load_adapter, save_adapter
+from rtcwm.model.adapter_layouts import RELEASED_SIZES
 from rtcwm.model.loading import embedded_adapter
 from rtcwm.model.lora import SITES, Adapter, AdapterShape
 
@@ -89,7 +90,7 @@ def test_show_names_what_is_wrong(tmp_path, monkeypatch, capsys):
 
 
 def test_what_others_files_want():
-    released = AdapterShape(*RELEASED, 128, 128.0)
+    released = AdapterShape(*RELEASED_SIZES, 128, 128.0)
     assert list(wants({}, released))[0] == "base: not said; the sizes are those of the released H3"
     lines = {"released": "37 latents, every", "critic": "37 latents, every", "dmd": "6 chunks (30 latents), causal"}
     for objective, window in lines.items():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command import rtcwm
 from diffusers import MiniMaxH3Transformer3DModel
 from diffusers.loaders import MiniMaxH3LoraLoaderMixin
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
@@ -18,7 +19,7 @@ from test_blocks import forward
 
 from rtcwm.adapters.export import export, fuse
 from rtcwm.errors import UserError
-from rtcwm.model import tensor_files
+from rtcwm.model import adapter_reader, tensor_files
 from rtcwm.model.adapter_files import load_adapter, read_metadata, save_adapter, shape_metadata, to_file_tensors
 from rtcwm.model.adapter_layouts import LAYOUTS
 from rtcwm.model.adapter_reader import AdapterFile, open_adapter
@@ -303,10 +304,8 @@ def test_files_that_other_programs_saved(written, hooked, tmp_path):
         assert all(torch.equal(x, y) for x, y in zip(loaded.parameters(), adapter().parameters(), strict=True)), name
 
 
-def test_qkv_that_stands_head_by_head(tmp_path):
-    """The layout with PEFT's `.default.` over the original names, against diffusers' converter (which wants heads of
-    128)."""
-    config = CONFIG | {"attention_head_dim": 128}
+def head_by_head(path: Path, config: dict) -> AdapterShape:
+    """Writes a random adapter whose qkv rows stand head by head: the original names with PEFT's `.default.`."""
     shape, draw, tensors = AdapterShape.of(config, RANK), torch.Generator().manual_seed(2), {}
     names = dict(zip(SITES, ("attn.qkv_proj", "attn.out_proj", "mlp.fc1", "mlp.fc2"), strict=True))
     for block in range(2):
@@ -314,7 +313,15 @@ def test_qkv_that_stands_head_by_head(tmp_path):
             inputs, outputs = shape.features(site)
             tensors[f"blocks.{block}.{name}.lora_A.default.weight"] = torch.randn(RANK, inputs, generator=draw)
             tensors[f"blocks.{block}.{name}.lora_B.default.weight"] = torch.randn(outputs, RANK, generator=draw)
-    save_file(tensors, tmp_path / "a.safetensors")
+    save_file(tensors, path)
+    return shape
+
+
+def test_qkv_that_stands_head_by_head(tmp_path):
+    """The layout with PEFT's `.default.` over the original names, against diffusers' converter (which wants heads of
+    128)."""
+    config = CONFIG | {"attention_head_dim": 128}
+    head_by_head(tmp_path / "a.safetensors", config)
     theirs = MiniMaxH3LoraLoaderMixin.lora_state_dict(str(tmp_path / "a.safetensors"))
     loaded = load_adapter(tmp_path / "a.safetensors", config)
     for block, pairs in enumerate(loaded.blocks):
@@ -325,6 +332,49 @@ def test_qkv_that_stands_head_by_head(tmp_path):
     assert AdapterFile(tmp_path / "a.safetensors").layout == "diffsynth"
     with pytest.raises(UserError, match="expected q, k and v of heads of width 96 in turn"):
         AdapterFile(tmp_path / "a.safetensors").pair(0, "attn_qkv", head=96)
+
+
+def test_heads_are_as_wide_as_the_base_s(tmp_path, monkeypatch, capsys):
+    """12 heads of 32 fit heads of 128 by their number of rows: what is written is what a run would load."""
+    config = CONFIG | {"num_attention_heads": 12, "attention_head_dim": 32}
+    source, base, out = tmp_path / "a.safetensors", tmp_path / "base.json", tmp_path / "b.safetensors"
+    shape = head_by_head(source, config)
+    base.write_text(json.dumps(config))
+    loaded = load_adapter(source, config)
+    for words in (("export", source, "--to", "comfyui"), ("adapter", "fuse", source)):
+        assert rtcwm(monkeypatch, *words, "--out", out) == 2
+        assert "the width of a head cannot be told: name the base" in capsys.readouterr().err and not out.exists()
+        assert rtcwm(monkeypatch, *words, "--out", out, "--base", "embedded") == 2  # not of its sizes
+        assert not out.exists() and capsys.readouterr().err.count("\n") == 1
+        assert rtcwm(monkeypatch, *words, "--out", out, "--base", base) == 0
+        again = load_adapter(out, config)
+        assert again.shape == shape
+        assert all(torch.equal(x, y) for x, y in zip(again.parameters(), loaded.parameters(), strict=True))
+        assert rtcwm(monkeypatch, "adapter", "diff", source, out) == 2
+        assert rtcwm(monkeypatch, "adapter", "diff", source, out, "--base", base) == 0
+        out.unlink()
+
+
+def test_show_needs_no_width_of_heads(tmp_path, monkeypatch, capsys):
+    """Norms are the same in any order of rows; 4 heads of 16 are no whole number of heads of 128."""
+    head_by_head(tmp_path / "a.safetensors", CONFIG)
+    pairs = load_adapter(tmp_path / "a.safetensors", CONFIG).blocks
+    assert rtcwm(monkeypatch, "adapter", "show", tmp_path / "a.safetensors") == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("attn_qkv")).split()
+    norms = [float((block["attn_qkv"].up @ block["attn_qkv"].down).detach().norm()) for block in pairs]
+    assert [float(cell) for cell in row[2:4]] == pytest.approx([min(norms), max(norms)], rel=1e-3)
+
+
+def test_heads_of_the_release_are_known(tmp_path, monkeypatch):
+    """A file of the release's sizes needs no base; sizes are all that is compared, so small ones stand for them."""
+    config = CONFIG | {"num_attention_heads": 3, "attention_head_dim": 128}
+    shape = head_by_head(tmp_path / "a.safetensors", config)
+    with pytest.raises(UserError, match="name the base"):
+        export(tmp_path / "a.safetensors", "musubi", tmp_path / "b.safetensors")
+    monkeypatch.setattr(adapter_reader, "RELEASED_SIZES", (shape.layers, shape.hidden, shape.inner, shape.ffn))
+    export(tmp_path / "a.safetensors", "musubi", tmp_path / "b.safetensors")
+    one, two = (load_adapter(tmp_path / f"{name}.safetensors", config) for name in "ab")
+    assert all(torch.equal(x, y) for x, y in zip(one.parameters(), two.parameters(), strict=True))
 
 
 ALPHAS = [

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from rtcwm.adapters.base import head_width
 from rtcwm.errors import UserError
 from rtcwm.model.adapter_config import DIFFUSERS_METADATA, PEFT_CONFIG, PEFT_WEIGHTS, diffusers_metadata, peft_config
 from rtcwm.model.adapter_files import shape_metadata
@@ -29,26 +30,27 @@ HOW = {
 Pairs = Iterator[tuple[int, str, torch.Tensor, torch.Tensor]]
 
 
-def export(source: Path, layout: str, out: Path) -> AdapterShape:
+def export(source: Path, layout: str, out: Path, base: str | None = None) -> AdapterShape:
     """Writes an adapter in another layout; returns its shape.
 
     Args:
         source: an adapter in any layout that is read; layout: musubi, comfyui, diffusers or peft.
         out: the file to write, a folder for peft; what is there is replaced.
+        base: what the adapter is for, as `head_width` takes it.
 
     Raises:
-        UserError: a file that cannot be read or holds non-finite values, q, k and v that cannot be fused at their
-            rank, or an `out` that does not fit the layout.
+        UserError: a file that cannot be read, does not fit the base or holds non-finite values, q, k and v that
+            cannot be fused at their rank, a width of heads that is not known, or an `out` that does not fit the layout.
     """
     file = open_adapter(source)
-    shape = file.shape()
+    shape, head = file.shape(), head_width(base, file)
     file.check_values()
-    pairs = ((block, site, *file.pair(block, site)) for block in range(shape.layers) for site in SITES)
+    pairs = ((block, site, *file.pair(block, site, head)) for block in range(shape.layers) for site in SITES)
     write_layout(pairs, shape, file.metadata, layout, out)
     return shape
 
 
-def fuse(source: Path, layout: str, out: Path) -> AdapterShape:
+def fuse(source: Path, layout: str, out: Path, base: str | None = None) -> AdapterShape:
     """Writes the same adapter at one rank, with one down projection for q, k and v; returns its shape.
 
     With A and B the down and up projections, ``[Bq Aq; Bk Ak; Bv Av] = blockdiag(Bq, Bk, Bv) [Aq; Ak; Av]``, and equal
@@ -59,7 +61,7 @@ def fuse(source: Path, layout: str, out: Path) -> AdapterShape:
         UserError: as `export`, or layers whose alpha / rank differ.
     """
     file = open_adapter(source)
-    sizes = file.sizes()
+    sizes, head = file.sizes(), head_width(base, file)
     if bad := next(file.non_finite(), None):
         raise UserError(f"{source}: {bad[0]} holds non-finite values; use an earlier file")
     scales = {file.alpha(entry) / file.rank(entry): entry.module for _, _, entry in file.entries()}
@@ -74,16 +76,16 @@ def fuse(source: Path, layout: str, out: Path) -> AdapterShape:
         for block, site in layers
     )
     shape = AdapterShape(sizes.layers, sizes.hidden, sizes.inner, sizes.ffn, rank, sizes.alpha * rank / sizes.rank)
-    pairs = ((block, site, *_filled(*_exact(file, block, site), rank, seed=block)) for block, site in layers)
+    pairs = ((block, site, *_filled(*_exact(file, block, site, head), rank, seed=block)) for block, site in layers)
     write_layout(pairs, shape, file.metadata, layout, out)
     return shape
 
 
-def _exact(file: AdapterFile, block: int, site: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _exact(file: AdapterFile, block: int, site: str, head: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Down and up of a site, with the distinct downs of q, k and v stacked."""
     held = file.names.entries[block, site]
     if len(held) == 1:
-        return file.pair(block, site)
+        return file.pair(block, site, head)
     downs: list[torch.Tensor] = []
     ups = []
     for entry in held:

@@ -13,21 +13,25 @@ from pathlib import Path
 
 import torch
 
+from rtcwm.adapters.base import head_width
+from rtcwm.model.adapter_layouts import RELEASED_SIZES
 from rtcwm.model.adapter_reader import AdapterFile, open_adapter
 from rtcwm.model.layout import CHUNK_LATENTS, SPAN_CHUNKS, TEACHER_LATENTS
 from rtcwm.model.lora import SITES, AdapterShape
 from rtcwm.model.objectives import CAUSAL_OBJECTIVES
 
-RELEASED = (50, 5376, 7168, 14336)
-"""Blocks, hidden, inner and feed-forward width of the released H3."""
 Product = tuple[torch.Tensor, torch.Tensor]
 """scale * up and down of a site, fp64."""
 
 
-def product(file: AdapterFile, block: int, site: str) -> Product:
-    """A site's factors with the scale in the up projection, fp64."""
+ANY_HEAD = 1
+"""Width of a head where the order of rows makes no difference: every number of rows is of such heads."""
+
+
+def product(file: AdapterFile, block: int, site: str, head: int | None) -> Product:
+    """A site's factors with the scale in the up projection, fp64; `head`: as `AdapterFile.pair` takes it."""
     entry = file.names.entries[block, site][0]
-    down, up = file.pair(block, site)
+    down, up = file.pair(block, site, head)
     return up.double() * (file.alpha(entry) / file.rank(entry)), down.double()
 
 
@@ -78,8 +82,8 @@ def _norms(file: AdapterFile, sizes: AdapterShape) -> Iterator[str]:
     for site in SITES:
         found, downs, ups = [], [], []
         for block in range(sizes.layers):
-            down, up = file.pair(block, site)
-            found.append((norm(product(file, block, site)), block, site))
+            down, up = file.pair(block, site, ANY_HEAD)
+            found.append((norm(product(file, block, site, ANY_HEAD)), block, site))
             downs.append(float(down.float().norm()))
             ups.append(float(up.float().norm()))
         every += found
@@ -96,7 +100,7 @@ def _norms(file: AdapterFile, sizes: AdapterShape) -> Iterator[str]:
 
 def wants(metadata: dict[str, str], sizes: AdapterShape) -> Iterator[str]:
     """The base and the window that an adapter was made for, as far as the file tells."""
-    released = (sizes.layers, sizes.hidden, sizes.inner, sizes.ffn) == RELEASED
+    released = (sizes.layers, sizes.hidden, sizes.inner, sizes.ffn) == RELEASED_SIZES
     if "base" in metadata:
         yield f"base: {metadata.get('base_description', 'no description')}, {metadata['base']}"
     else:
@@ -133,12 +137,13 @@ class SiteDifference:
         return f"block {self.block} {self.site}: relative difference {self.relative:.4g}, cosine {self.cosine:.6f}"
 
 
-def compare(first: Path, second: Path) -> tuple[list[str], list[SiteDifference]]:
+def compare(first: Path, second: Path, base: str | None = None) -> tuple[list[str], list[SiteDifference]]:
     """Lines on what two adapters are made of, where that differs, and every site whose numbers differ.
 
-    Metadata and layouts are told, and are no difference of the adapters themselves.
+    Metadata and layouts are told, and are no difference of the adapters themselves. `base`: as `head_width` takes it.
     """
     a, b = open_adapter(first), open_adapter(second)
+    head = head_width(base, a, b)
     for file in (a, b):
         file.check_values()
     sizes, other = a.shape(), b.shape()
@@ -153,10 +158,10 @@ def compare(first: Path, second: Path) -> tuple[list[str], list[SiteDifference]]
     for block in range(min(sizes.layers, other.layers)):
         for site in SITES:
             if (
-                not _same(a.pair(block, site), b.pair(block, site))
+                not _same(a.pair(block, site, head), b.pair(block, site, head))
                 or sizes.alpha / sizes.rank != other.alpha / other.rank
             ):
-                differences.append(_difference(a, b, block, site))
+                differences.append(_difference(a, b, block, site, head))
     return lines, differences
 
 
@@ -164,8 +169,8 @@ def _same(first: Product, second: Product) -> bool:
     return all(x.shape == y.shape and torch.equal(x.float(), y.float()) for x, y in zip(first, second, strict=True))
 
 
-def _difference(a: AdapterFile, b: AdapterFile, block: int, site: str) -> SiteDifference:
-    one, two = product(a, block, site), product(b, block, site)
+def _difference(a: AdapterFile, b: AdapterFile, block: int, site: str, head: int | None) -> SiteDifference:
+    one, two = product(a, block, site, head), product(b, block, site, head)
     delta = norm((torch.cat([one[0], -two[0]], dim=1), torch.cat([one[1], two[1]])))
     size, size_two = norm(one), norm(two)
     relative = delta / size if size else math.nan
@@ -185,10 +190,10 @@ def _joined(values: list) -> str:
     return ", ".join(f"{value:g}" for value in values)
 
 
-def print_differences(first: Path, second: Path, limit: int) -> bool:
+def print_differences(first: Path, second: Path, limit: int, base: str | None = None) -> bool:
     """Says in what two adapters differ, at most `limit` sites of it; whether they do."""
     a, b = open_adapter(first), open_adapter(second)
-    lines, differences = compare(first, second)
+    lines, differences = compare(first, second, base)
     if a.layout != b.layout:
         print(f"layouts: {a.layout} and {b.layout}")
     for key in sorted(set(a.metadata) | set(b.metadata)):

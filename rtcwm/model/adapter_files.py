@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from rtcwm.errors import UserError
-from rtcwm.model.adapter_layouts import RELEASED_HEAD, layout_tensors
+from rtcwm.model.adapter_layouts import layout_tensors
 from rtcwm.model.adapter_reader import AdapterFile, open_adapter, weights_file
 from rtcwm.model.lora import SITES, Adapter, AdapterShape
 from rtcwm.model.tensor_files import TensorFile, write_tensors
@@ -84,7 +84,7 @@ def load_adapter(path: Path, config: Mapping) -> Adapter:
     with torch.no_grad():
         for index, block in enumerate(adapter.blocks):
             for site in SITES:
-                down, up = file.pair(index, site, config.get("attention_head_dim", RELEASED_HEAD))
+                down, up = file.pair(index, site, config["attention_head_dim"])
                 block[site].down.copy_(down)
                 block[site].up.copy_(up)
     return adapter

@@ -16,7 +16,8 @@ peft          ``base_model.model.transformer_blocks.0.attn.to_q.lora_A`` split  
 ============  =========================================================  ==========  ==============================
 
 A fifth is read and not written: "diffsynth", the original names with PEFT's ``.default.``; its qkv rows stand head by
-head, [q; k; v] of each. By shape it cannot be told from the stacked order, by its names it can.
+head, [q; k; v] of each. By shape it cannot be told from the stacked order, by its names it can. The
+width of a head, which it takes to stack them, no file says: it is the base's.
 """
 
 import re
@@ -33,6 +34,8 @@ SHARES = ("attn.to_q", "attn.to_k", "attn.to_v")
 PEFT_PREFIX = "base_model.model."
 RELEASED_HEAD = 128
 """Width of an attention head of the release."""
+RELEASED_SIZES = (50, 5376, 7168, 14336)
+"""Blocks, hidden, inner and feed-forward width of the release."""
 
 _NAME = re.compile(
     r"(?P<prefix>lora_unet_|(?:model\.)?diffusion_model\.|transformer_ref\.|transformer\.|base_model\.model\.)?"

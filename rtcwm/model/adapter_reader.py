@@ -18,6 +18,7 @@ from rtcwm.model.adapter_layouts import (
     LAYOUTS,
     PEFT_PREFIX,
     RELEASED_HEAD,
+    RELEASED_SIZES,
     SHARES,
     Entry,
     stack_heads,
@@ -176,12 +177,16 @@ class AdapterFile:
                 distinct.append(down)
         return sum(down.shape[0] for down in distinct)
 
-    def pair(self, block: int, site: str, head: int = RELEASED_HEAD) -> tuple[torch.Tensor, torch.Tensor]:
+    def pair(self, block: int, site: str, head: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Down and up of a site, in the file's type and in the order of the base's fused layers: qkv [q; k; v], the
         feed-forward's input [value; gate]. Of q, k and v that are split, the first one's down stands for all.
 
         Args:
-            head: width of an attention head, for files whose qkv rows stand head by head.
+            head: width of an attention head of the base, for files whose qkv rows stand head by head. None: the
+                release's, for a file of its sizes.
+
+        Raises:
+            UserError: qkv rows head by head, and a width of heads that is not known or does not fit.
         """
         held = self.names.entries[block, site]
         ups = [self.weights.tensor(entry.up) for entry in held]
@@ -190,6 +195,7 @@ class AdapterFile:
         if original and site == "ffn_in":
             up = swap_halves(up)
         if self.layout == "diffsynth" and site == "attn_qkv":
+            head = self._head if head is None else head
             if up.shape[0] % (3 * head):
                 raise UserError(
                     f"{self.path}: {held[0].up} has {up.shape[0]} rows, expected q, k and v of heads of width {head} "
@@ -197,6 +203,19 @@ class AdapterFile:
                 )
             up = stack_heads(up, head)
         return self.weights.tensor(held[0].down), up
+
+    @cached_property
+    def _head(self) -> int:
+        """Width of a head where only the file is known: the release's, if the file is for a base of its sizes."""
+        own = self._own_sizes(1)
+        sizes = own.layers, own.hidden, own.inner, own.ffn
+        if sizes != RELEASED_SIZES:
+            raise UserError(
+                f"{self.path}: its qkv rows stand head by head, and its sizes are not those of the released H3 (blocks, "
+                f"hidden, inner, feed-forward: {sizes}, not {RELEASED_SIZES}), so the width of a head cannot be told: "
+                "name the base that it was made for with --base"
+            )
+        return RELEASED_HEAD
 
     @cached_property
     def _fault(self) -> str | None:
