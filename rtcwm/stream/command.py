@@ -33,7 +33,8 @@ class Opening:
         kind: many (many Euler steps a chunk) or few (few steps with fresh noise); auto: as the adapter's file says.
         steps: of a chunk's schedule; this and the next three follow from the adapter's file by default.
         shift: of the schedule.
-        history: level at which finished chunks are attended to: clean, last-step or a noise level.
+        history: level at which finished chunks are attended to: clean, last-step or a noise level; by default the one
+            that the adapter was trained with, also in another schedule.
         kv_reuse: keep keys and values of the history; false: recompute the window for every chunk.
         seed: of all noise.
         attn: attention kernel.
