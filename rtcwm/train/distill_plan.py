@@ -16,6 +16,7 @@ from rtcwm.train.config import DistillConfig
 from rtcwm.train.dataset import EpochSampler, hold_out
 from rtcwm.train.distill_adapters import check_adapters, level_shift
 from rtcwm.train.distill_needs import distill_needs
+from rtcwm.train.held_out import HeldOut, some
 from rtcwm.train.preflight import Inputs
 from rtcwm.train.room import check_memory
 from rtcwm.train.teacher import window_chunks
@@ -27,7 +28,8 @@ class DistillPlan:
 
     Attributes:
         level_shift: of the noise levels that the student's held-out loss is measured at: those it was trained with.
-        starts: (clip, start frame) whose longest rollout lies in training chunks; too_short: clips without one.
+        starts: (clip, start frame) whose longest rollout lies in training chunks; too_short: clips without one;
+            held: what is kept from training.
         teacher_lora, critic_lora: the files of the teacher and of the critic's start, or None.
         joint: teacher and critic score in one pass; memory: lines on what card and host have to hold.
     """
@@ -42,16 +44,21 @@ class DistillPlan:
     critic_lora: str | None
     level_shift: float
     starts: tuple[tuple[Clip, int], ...]
-    held_out: tuple[Clip, ...]
+    held: HeldOut
     too_short: tuple[str, ...]
     joint: bool
     memory: tuple[str, ...]
+
+    @property
+    def held_out(self) -> tuple[Clip, ...]:
+        """The clips kept from training."""
+        return self.held.clips
 
     def lines(self) -> list[str]:
         """What is printed before the first iteration."""
         config, world = self.config, self.inputs.world
         sigmas = " ".join(f"{sigma:.4f}" for sigma in self.sampler.sigmas.tolist())
-        named = ", ".join(self.too_short[:5]) + (" ..." if len(self.too_short) > 5 else "")
+        named = some(self.too_short)
         short = f"; too short for {config.max_chunks} chunks: {len(self.too_short)} clips ({named})" if named else ""
         return [
             f"settings: {json.dumps(asdict(config))}",
@@ -61,8 +68,9 @@ class DistillPlan:
             f"critic: {self.critic_lora or self.teacher_lora or 'new'}",
             f"schedule: {sigmas}; history: {config.rollout_history}; rollouts of {config.min_chunks} to "
             f"{config.max_chunks} chunks, the last {config.grad_chunks} with a graph",
-            f"start frames: {len(self.starts)} of {len({clip.id for clip, _ in self.starts})} clips; held out: "
-            f"{len(self.held_out)} clips ({len({clip.episode for clip in self.held_out})} episodes){short}",
+            f"start frames: {len(self.starts)} of {len({clip.id for clip, _ in self.starts})} clips; "
+            f"{self.held.line()}{short}",
+            *self.held.warnings,
             f"iterations: {config.iters} of {world.size * config.batch} rollouts, "
             f"{config.critic_per_gen} critic updates each; teacher and critic score "
             f"{'in one pass over the base' if self.joint else 'one after the other'}",
@@ -72,7 +80,7 @@ class DistillPlan:
     def metadata(self, role: str) -> dict[str, str]:
         """What the run's files say: ``role`` is "dmd" for the student, "critic" for the critic."""
         config = self.config
-        return self.inputs.metadata(config.mask_rule, config.picture1) | {
+        return self.inputs.metadata(config.mask_rule, config.picture1) | self.held.metadata() | {
             "objective": role, "steps": str(config.steps), "shift": str(config.shift),
             "history": config.rollout_history, "history_level": str(round(self.sampler.history_level(1).item(), 6)),
             "kv_reuse": str(config.kv_reuse), "teacher_kind": config.teacher_kind,
@@ -149,6 +157,7 @@ def _check_cheap(world: World, config: DistillConfig):
 def _plan(config: DistillConfig, inputs: Inputs) -> DistillPlan:
     student_shape, teacher_lora, critic_lora = check_adapters(config, inputs.source, inputs.codec_hash)
     episodes = hold_out(inputs.clips, config.val_clips, config.seed)
+    held = [clip for clip in inputs.clips if clip.episode in episodes]
     training = [clip for clip in inputs.clips if clip.episode not in episodes]
     starts = tuple((clip, start) for clip in training for start in rollout_starts(clip, config.max_chunks))
     fitting = {clip.id for clip, _ in starts}
@@ -180,7 +189,7 @@ def _plan(config: DistillConfig, inputs: Inputs) -> DistillPlan:
         critic_lora=critic_lora,
         level_shift=level_shift(config.student_lora),
         starts=starts,
-        held_out=tuple(clip for clip in inputs.clips if clip.episode in episodes),
+        held=HeldOut.of(inputs.clips, held, config.val_clips, "--student-lora", config.student_lora),
         too_short=too_short,
         joint=needs.joint,
         memory=memory,

@@ -105,7 +105,8 @@ class Inputs:
     def metadata(self, mask_rule: str, picture1: str) -> dict[str, str]:
         """What every adapter file of a run says of its inputs."""
         return {
-            "rtcwm": __version__, "base": self.source.fingerprint, "base_description": self.source.description,
+            "rtcwm": __version__, "base": self.source.fingerprint,
+            "base_description": Path(self.source.description).resolve().name,  # a folder's name alone
             "codec": self.codec_hash, "span": str(SPAN_CHUNKS), "mask_rule": mask_rule, "picture1": picture1,
             "text_time": "pinned",
         }  # fmt: skip

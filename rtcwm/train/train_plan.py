@@ -10,6 +10,7 @@ from rtcwm.model.lora import Adapter, AdapterShape
 from rtcwm.train import preflight
 from rtcwm.train.config import TrainConfig
 from rtcwm.train.dataset import EpochSampler, list_samples
+from rtcwm.train.held_out import HeldOut
 from rtcwm.train.memory import TrainNeeds
 from rtcwm.train.order import permutation
 from rtcwm.train.preflight import Inputs
@@ -22,8 +23,7 @@ class TrainPlan:
 
     Attributes:
         init_lora: the adapter file to start from, or None for a new one.
-        samples: (clip, first chunk of the span); held_out: clips kept from training; dropped: spans left out, by
-            reason.
+        samples: (clip, first chunk of the span); held: what is kept from training; dropped: spans left out, by reason.
         steps: planned optimizer steps; memory: lines on what card and host have to hold.
     """
 
@@ -33,10 +33,15 @@ class TrainPlan:
     adapter_settings: AdapterSettings
     adapter_shape: AdapterShape
     samples: tuple[tuple[Clip, int], ...]
-    held_out: tuple[Clip, ...]
+    held: HeldOut
     dropped: dict[str, int]
     steps: int
     memory: tuple[str, ...]
+
+    @property
+    def held_out(self) -> tuple[Clip, ...]:
+        """The clips kept from training."""
+        return self.held.clips
 
     def lines(self, steps: int) -> list[str]:
         """What is printed before the first step. steps: of the whole run, which a resumed one keeps on other ranks."""
@@ -48,9 +53,9 @@ class TrainPlan:
             *self.inputs.lines(),
             f"trainable parameters: {self.adapter_shape.parameters:,} (rank {self.adapter_shape.rank}, from "
             f"{self.init_lora or 'a new adapter'})",
-            f"samples: {len(self.samples)} spans of {len({clip.id for clip, _ in self.samples})} clips; held out: "
-            f"{len(self.held_out)} clips ({len({clip.episode for clip in self.held_out})} episodes); "
-            f"dropped: {dropped} spans" + (f" ({reasons})" if dropped else ""),
+            f"samples: {len(self.samples)} spans of {len({clip.id for clip, _ in self.samples})} clips; "
+            f"{self.held.line()}; dropped: {dropped} spans" + (f" ({reasons})" if dropped else ""),
+            *self.held.warnings,
             f"steps: {steps} of {spans} spans ({steps * spans / len(self.samples):.2f} epochs)"
             + (f", planned at the start ({self.steps} would follow from --epochs now)" if steps != self.steps else "")
             + (f"; warm-up of {self.config.warmup}: the peak is not reached" if self.config.warmup > steps else ""),
@@ -60,7 +65,7 @@ class TrainPlan:
     def metadata(self) -> dict[str, str]:
         """What the run's adapter files say of it; any few- or many-step sampler may use them."""
         config = self.config
-        return self.inputs.metadata(config.mask_rule, config.picture1) | {
+        return self.inputs.metadata(config.mask_rule, config.picture1) | self.held.metadata() | {
             "objective": config.objective, "shift": str(config.level_shift), "steps": "any", "history_level": "any",
             "clean_first": str(config.clean_first), "seed": str(config.seed),
         }  # fmt: skip
@@ -120,7 +125,8 @@ def _plan(config: TrainConfig, inputs: Inputs) -> TrainPlan:
     needs = TrainNeeds(**inputs.needs(config.batch), adapter=shape, adapter_settings=settings)
     memory = check_memory(needs, inputs.world)
     dropped = dict(listed.dropped)
-    return TrainPlan(config, inputs, init_lora, settings, shape, samples, listed.held_out, dropped, steps, memory)
+    held = HeldOut.of(inputs.clips, listed.held_out, config.val_clips, "--init-lora", init_lora)
+    return TrainPlan(config, inputs, init_lora, settings, shape, samples, held, dropped, steps, memory)
 
 
 def _init_lora(config: TrainConfig) -> str | None:
