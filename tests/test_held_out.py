@@ -8,7 +8,10 @@ import pytest
 from ranks import run_ranks
 from small import random_adapter
 
+from rtcwm.data.clips import open_clips
 from rtcwm.engine.streams import Streams
+from rtcwm.evaluate import evaluate
+from rtcwm.evaluate.command import Settings
 from rtcwm.model.adapter_files import read_metadata, save_adapter
 from rtcwm.model.loading import open_base
 from rtcwm.model.lora import AdapterShape
@@ -81,6 +84,19 @@ def test_a_run_says_which_held_out_episodes_its_start_was_trained_on(plans, fold
         assert "Set --seed 3 --val-clips 1, as in that run" in warned(lines)
         assert json.loads(metadata["held_out"]) == []  # one run or the other was trained on every episode
     assert 0 < others < len(plans)
+
+
+def test_an_evaluation_says_which_clips_a_model_was_trained_on(plans, folder, clips_root, base_config, tmp_path):
+    def lines(**where) -> str:
+        model = [f"df={folder / 'df' / ADAPTER}:few,steps=2", "base=base:few,steps=2"]
+        settings = Settings(out=tmp_path / "out", model=model, base=str(base_config), device="cpu", **where)
+        return warned(evaluate.prepare(settings).lines())
+
+    seen = [clip.id for clip in open_clips(clips_root) if clip.episode not in kept(folder / "df")]
+    assert f"4 of 6 clips ({', '.join(seen)}) are not among those that the run of df held out" in lines(
+        clips=clips_root
+    )
+    assert lines(run=folder / "df", clips=None) == ""
 
 
 def with_other_files(world, common: dict, folder: str) -> list[list[str]]:

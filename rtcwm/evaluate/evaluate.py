@@ -31,6 +31,7 @@ from rtcwm.model.layout import CHUNK_LATENTS, CLIP_FRAMES, FPS
 from rtcwm.model.loading import BaseSource, build_base, open_base
 from rtcwm.model.lora import inject
 from rtcwm.train.base_memory import check_base_room
+from rtcwm.train.held_out import some
 from rtcwm.train.inference import chosen_device
 
 CODEC_ROW = "codec"
@@ -64,12 +65,26 @@ class Plan:
             f"truth: {REFERENCE}; Frechet distances over {rows:,} patches a half",
             f"device: {self.device.type}; {self.kernel.why}",
             *(model.line() for model in self.models),
+            *self.seen(),
         ]
         if rows < 10 * 96:
             lines.append(
                 f"note: {rows} patches for 96 dimensions are few, Frechet distances come out high; take more clips"
             )
         return lines
+
+    def seen(self) -> Iterator[str]:
+        """A warning for every model whose file names held-out episodes, where not all clips are of these."""
+        for model in self.models:
+            seen = [
+                clip.id for clip in self.truth.clips if model.unseen is not None and clip.episode not in model.unseen
+            ]
+            if seen:
+                yield (
+                    f"warning: {len(seen)} of {len(self.truth.clips)} clips ({some(seen)}) are not among those that "
+                    f"the run of {model.name} held out: it was trained on them if it had them. --run with that run's "
+                    "folder takes the clips that it held out"
+                )
 
 
 def prepare(settings: Settings) -> Plan:

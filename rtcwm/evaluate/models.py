@@ -20,6 +20,7 @@ from rtcwm.errors import UserError
 from rtcwm.model.adapter_files import read_metadata
 from rtcwm.model.layout import SPAN_CHUNKS
 from rtcwm.model.loading import BaseSource, embedded_adapter
+from rtcwm.train.held_out import unseen_episodes
 from rtcwm.train.inference import KINDS, Sampling, read_boolean, read_sampling, usual_kind
 from rtcwm.train.preflight import check_adapter
 
@@ -37,6 +38,7 @@ class Model:
         adapter: its file, None for the base alone; objective: what the file says it was trained for.
         forced: the history is the truth after every chunk (a stream of the teacher-forced kind).
         picture1: which encoding of Picture 1 it was trained with.
+        unseen: episodes that its file says were held out; None where it does not say.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Model:
     forced: bool = False
     picture1: str = "native"
     objective: str = ""
+    unseen: frozenset[str] | None = None
 
     def line(self) -> str:
         """The model in words."""
@@ -100,7 +103,8 @@ def read_model(text: str, source: BaseSource, codec: str) -> Model:
     forced = read_boolean(where, "forced", given.get("forced", "false"))
     if kind == "teacher" and forced:
         raise UserError(f"--model+ {text}: a teacher has no history of its own chunks to replace; drop forced")
-    return Model(name, adapter, kind, sampling, forced, metadata.get("picture1", "native"), objective)
+    picture1, unseen = metadata.get("picture1", "native"), unseen_episodes(metadata)
+    return Model(name, adapter, kind, sampling, forced, picture1, objective, unseen)
 
 
 def split(text: str) -> tuple[str, str | None, str | None, dict[str, str]]:
