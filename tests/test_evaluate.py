@@ -614,6 +614,7 @@ def test_faults_end_the_command(settings, monkeypatch, capsys):
 
 @pytest.mark.parametrize("package", ["torchmetrics", "PIL", "av"])
 def test_what_is_not_installed(settings, monkeypatch, package):
+    prepare(settings)  # nothing is left half imported by what follows
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=r"pip install 'rtcwm\[evaluate\]'"):
         prepare(settings)
