@@ -211,9 +211,9 @@ class AdapterFile:
         sizes = own.layers, own.hidden, own.inner, own.ffn
         if sizes != RELEASED_SIZES:
             raise UserError(
-                f"{self.path}: its qkv rows stand head by head, and its sizes are not those of the released H3 (blocks, "
-                f"hidden, inner, feed-forward: {sizes}, not {RELEASED_SIZES}), so the width of a head cannot be told: "
-                "name the base that it was made for with --base"
+                f"{self.path}: its qkv rows stand head by head, and its sizes are not those of the released H3 "
+                f"(blocks, hidden, inner, feed-forward: {sizes}, not {RELEASED_SIZES}), so the width of a head cannot "
+                "be told: name the base that it was made for with --base"
             )
         return RELEASED_HEAD
 
