@@ -63,14 +63,9 @@ def parts_of(ranks: int) -> list[Part]:
     same = [Part("same", 1, of=ranks), Part("same", ranks, ranks)]
     distill = [Part("distill", 1), Part("distill", ranks, ranks)]
     copies = [Part("train", ranks), Part("train", ranks, ranks, live=True), Part("distill", ranks)]
-    between = [group for group in range(2, ranks) if ranks % group == 0]
-    return (
-        train
-        + same
-        + distill
-        + copies
-        + [Part("train", ranks, group, live) for group in between for live in (False, True)]
-    )
+    groups = [group for group in range(2, ranks) if ranks % group == 0]
+    between = [Part("train", ranks, group, live) for group in groups for live in (False, True)]
+    return train + same + distill + copies + between
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class HostMemory:
 
     def take(self, count: int) -> list[Tensor]:
         """Pages for ``count`` bytes; the last one is used in part."""
-        pages = -(-count // PAGE_BYTES)
+        pages = paged(count) // PAGE_BYTES
         return [self._free.pop() if self._free else self.carve(PAGE_BYTES) for _ in range(pages)]
 
     def give(self, pages: list[Tensor]) -> None:

@@ -186,7 +186,7 @@ class DistillNeeds(Needs):
         filled = 1 if self.kv_reuse else SPAN_CHUNKS - 1
         filling = batch * filled * (layout.target_chunk + layout.proxy_chunk)
         activations = self.settings.activations
-        one = self.kept(chunk, self.settings.activations.lasting, keys)
+        one = self.kept(chunk, activations.lasting, keys)
         graphs = {name: self.grad_chunks * size for name, size in one.items()}
         teacher = self.dtype.itemsize * self.teacher.parameters if self.teacher else 0
         always = {"base": self.base(), "adapters": self.weights([self.student, self.critic]) + teacher}
